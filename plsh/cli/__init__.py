@@ -1,0 +1,6 @@
+"""Command line."""
+
+
+def main() -> int:
+    """Run."""
+    return 0
