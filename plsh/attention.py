@@ -1,6 +1,6 @@
 """`attention` and `attention_vjp`: arguments -> recipe -> backend -> result."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 from . import compat, registry
 from . import validation as rules
@@ -29,6 +29,7 @@ def attention(
     layout: str = "bhsd",
     return_lse: bool = False,
     backend: str | None = None,
+    **refused: Never,
 ) -> Any:
     """Attention with linear biases, ``softmax_j(scale * q_i . k_j - slope * |i - j|) @ v_j``.
 
@@ -99,8 +100,8 @@ def attention(
 
     Notes
     -----
-    Spec: ATT-1 … ATT-24. There is no dropout and no dense mask: both would need the n x n matrix
-    that the library never forms.
+    Spec: ATT-1 … ATT-24. There is no dropout and no dense mask, and `refused` says so: both need
+    the n x n matrix that the library never forms.
 
     Examples
     --------
@@ -110,6 +111,7 @@ def attention(
     >>> plsh.attention(q, k, v, method="window", causal=True).shape
     (2, 4, 300, 16)
     """
+    rules.check_no_more(refused)
     want_lse = rules.check_flag("return_lse", return_lse)
     call = _prepare(
         q, k, v, method, slopes, causal, scale, q_offset, k_offset, segment_ids, layout, backend
@@ -136,6 +138,7 @@ def attention_vjp(
     segment_ids: Any = None,
     layout: str = "bhsd",
     backend: str | None = None,
+    **refused: Never,
 ) -> Gradients:
     """Gradients of `attention`, for arrays without autograd.
 
@@ -168,7 +171,17 @@ def attention_vjp(
     Notes
     -----
     Spec: ATT-25, ATT-26.
+
+    Examples
+    --------
+    >>> import numpy as np, plsh
+    >>> q = np.ones((1, 2, 5, 4))
+    >>> output = plsh.attention(q, q, q, method="exact", return_lse=True)
+    >>> grads = plsh.attention_vjp(q, q, q, output, np.ones_like(q), method="exact")
+    >>> grads.q.shape, grads.slopes.shape
+    ((1, 2, 5, 4), (2,))
     """
+    rules.check_no_more(refused)
     call = _prepare(
         q, k, v, method, slopes, causal, scale, q_offset, k_offset, segment_ids, layout, backend
     )
@@ -259,9 +272,6 @@ def _prepare(
     causal = rules.check_flag("causal", causal)
     kind = rules.check_arrays(q, k, v)
     rules.check_shapes(q, k, v, layout)
-    runner = registry.find(backend, kind)
-    _check_kind(runner, kind)
-
     shape = _Shape(q.ndim == 4, layout)
     segments = rules.check_segments(
         segment_ids,
@@ -283,6 +293,7 @@ def _prepare(
     rules.check_positions(block_range(weight), causal, (first_q, first_k), (len_q, len_k), segments)
     if segments is not None:
         segments = (shape.arrange_rows(segments[0]), shape.arrange_rows(segments[1]))
+    rules.check_operand_devices(q, slopes=slope_operand, q_offset=first_q, k_offset=first_k)
     static = Static(
         method=method_name(chosen),
         weight=weight,
@@ -295,6 +306,8 @@ def _prepare(
         dtype=compat.dtype_name(q),
         array_kind=kind,
     )
+    runner = registry.find(backend, kind)
+    _check_kind(runner, kind)
     request = Request(static, Operands(slope_operand, first_q, first_k, segments, labels))
     registry.require(runner, request)
     return _Call(runner, q, k, v, request, shape)

@@ -41,6 +41,10 @@ class AttentionOutput(NamedTuple):
     lse : Array
         ``(B, H, Nq)`` in either layout: natural log of ``sum_j w_ij exp(scale * q_i . k_j)``,
         float32 (float64 for float64); -inf in a row that sees no key.
+
+    Notes
+    -----
+    Spec: ATT-6, ATT-7, ATT-21.
     """
 
     out: Array
@@ -48,7 +52,12 @@ class AttentionOutput(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients by the inputs, each of its input's shape and dtype; `slopes` is None under lsh."""
+    """Gradients by the inputs, each of its input's shape and dtype; `slopes` is None under lsh.
+
+    Notes
+    -----
+    Spec: ATT-26.
+    """
 
     q: Array
     k: Array
@@ -122,26 +131,40 @@ class Request:
     static: Static
     arrays: Operands
 
-    def labels(self, start: int, stop: int) -> Any:
-        """Return the labels of positions ``[start, stop)`` under lsh, ``(H or 1, s, n)`` int32.
+    def labels(self, start: int, stop: int, head: int | None = None) -> Any:
+        """Return the labels of positions ``[start, stop)`` under lsh, int32.
 
-        NumPy for a recipe; an array of the operand's kind for a `PartitionSet`, whose range is
-        extended by its first and last label (only padding lies there).
+        ``(H or 1, s, n)``, or ``(s, n)`` of one head. NumPy for a recipe; an array of the operand's
+        kind for a `PartitionSet`, whose range is extended by its first and last label (only padding
+        lies there).
         """
         weight = self.static.weight
         if isinstance(weight, StepWeight):
-            return weight.labels(start, stop)
+            return weight.labels(start, stop, head)
         if not isinstance(weight, TableWeight):
             raise TypeError(f"labels exist under lsh only, the weight is {weight!r}")
-        return extend_labels(self.arrays.labels, weight.start, start, stop)
+        table = self.arrays.labels
+        if head is not None:
+            table = table[min(head, table.shape[0] - 1)]  # one head of partitions serves all
+        return extend_labels(table, weight.start, start, stop)
 
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """Whether a backend can be used on this machine, and if not, why and what to install."""
+    """Whether a backend can be used on this machine, and if not, why and what to install.
+
+    Attributes
+    ----------
+    ok : bool
+    reason : str
+        "" if it can, else one sentence with the remedy, such as the pip extra.
+    cause : BaseException, optional
+        What went wrong; the error that a caller gets is raised from it.
+    """
 
     ok: bool
     reason: str = ""
+    cause: BaseException | None = None
 
 
 @dataclass(frozen=True, slots=True)

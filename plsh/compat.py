@@ -6,6 +6,7 @@ array is recognised by the modules of its classes, which costs nothing and which
 about which Dynamo warns).
 """
 
+import operator
 import sys
 from typing import Any, TypeAlias
 
@@ -17,7 +18,9 @@ Array: TypeAlias = Any
 """An array of any library: what the Python Array API standard describes. It has no usable
 static type of its own yet, so the alias documents and does not check."""
 
-_ROOTS = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "cupy": "cupy"}
+_NO_ARRAYS = (type(None), int, float, complex, str, bytes, tuple, list)
+_NUMPY = (np.ndarray, np.generic)
+_ROOTS = {"torch": "torch", "jax": "jax", "jaxlib": "jax", "cupy": "cupy"}
 FRAMEWORKS = ("torch", "jax", "cupy")
 
 _TO_NUMPY = {
@@ -34,8 +37,26 @@ _FROM_NUMPY = {
 }
 
 
+def as_int(x: Any) -> int | None:
+    """Return an integer of any library as an int; None if `x` is none: a bool, a float, an array.
+
+    A plain int goes through untouched, so that ``torch.compile`` may keep it symbolic.
+    """
+    if isinstance(x, int):
+        return None if isinstance(x, bool) else x
+    try:
+        return None if isinstance(x, np.bool_) else operator.index(x)
+    except TypeError:
+        return None
+
+
 def kind(x: object) -> str:
     """Name an array's library: numpy, torch, jax, cupy or array-api; "" if it is no array."""
+    # torch.compile can walk the bases neither of these nor of builtin types.
+    if isinstance(x, _NUMPY):
+        return "numpy"
+    if isinstance(x, _NO_ARRAYS):
+        return ""
     for cls in type(x).__mro__:
         name = _ROOTS.get(cls.__module__.partition(".")[0])
         if name is not None:
@@ -57,20 +78,34 @@ def dtype_name(x: Array) -> str:
 
 def namespace(x: Array) -> Any:
     """Return the Array API namespace of `x`."""
+    if kind(x) == "torch":
+        from array_api_compat import torch  # it imports torch, which must be there by now
+
+        return torch
     return array_api_compat.array_namespace(x)
 
 
 def device(x: Array) -> Any:
     """Return the device of `x`, as its namespace's creation functions take it."""
-    return array_api_compat.device(x)
+    return x.device if kind(x) == "torch" else array_api_compat.device(x)
+
+
+def is_strided(x: Array) -> bool:
+    """Whether an array is dense; torch has sparse and nested tensors too."""
+    return kind(x) != "torch" or (x.layout == sys.modules["torch"].strided and not x.is_nested)
 
 
 def same_device(x: Array, y: Array) -> bool:
-    """Whether two arrays of one framework live on one device; True where tracing hides it."""
-    here, there = getattr(x, "device", None), getattr(y, "device", None)
-    if callable(here) or callable(there) or is_traced(x) or is_traced(y):
-        return True
-    return bool(here == there)
+    """Whether two arrays of one framework live on one device; True where tracing hides it.
+
+    JAX arrays may live on several: JAX itself decides then.
+    """
+    if kind(x) == "jax":
+        if is_traced(x) or is_traced(y):
+            return True
+        here, there = x.devices(), y.devices()
+        return len(here) > 1 or len(there) > 1 or bool(here == there)
+    return bool(getattr(x, "device", None) == getattr(y, "device", None))
 
 
 def swap_heads(x: Array) -> Array:
@@ -99,6 +134,8 @@ def is_traced(x: object) -> bool:
         return any(unreadable) or type(x).__name__ == "FakeTensor"
     if name == "jax":
         return any(cls.__name__ == "Tracer" for cls in type(x).__mro__)
+    if name == "numpy" and "torch" in sys.modules:
+        return bool(sys.modules["torch"].compiler.is_dynamo_compiling())
     return False
 
 

@@ -8,12 +8,12 @@ __all__ = ["BackendUnavailableError", "UnknownBackendError", "UnsupportedByBacke
 
 
 class UnknownBackendError(ValueError):
-    """No backend of that name is registered."""
+    """No backend of that name is registered. Spec: ERR-1."""
 
 
 class BackendUnavailableError(ImportError):
-    """The backend is registered and cannot be used here; the cause is chained."""
+    """The backend is registered and cannot be used here; its cause is chained. Spec: ERR-1."""
 
 
 class UnsupportedByBackendError(NotImplementedError):
-    """The backend works and cannot serve this call."""
+    """The backend works and cannot serve this call. Spec: ERR-1."""

@@ -7,7 +7,6 @@ here depends on a length, a device or a framework.
 
 import decimal
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from decimal import Decimal
@@ -17,6 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from . import compat
 from .partition import MAX_POSITION, PartitionSet, as_range
 
 __all__ = ["FixedBlocks", "IndependentCuts", "PowerLawBinning", "RandomBinning"]
@@ -65,9 +65,9 @@ def check_head_ids(head_ids: object) -> tuple[int, ...] | None:
 
 def check_samples(samples: object) -> int:
     """Return `samples` as an int >= 1."""
-    if isinstance(samples, bool | np.bool_) or not hasattr(samples, "__index__"):
+    count = compat.as_int(samples)
+    if count is None:
         raise TypeError(f"samples must be an integer, got {samples!r}")
-    count = operator.index(samples)
     if count < 1:
         raise ValueError(f"samples must be >= 1, got {count}")
     return count
@@ -90,9 +90,9 @@ def check_sampler(sampler: object, family: "Family | None") -> str | None:
 
 
 def _word(name: str, value: object) -> int:
-    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+    word = compat.as_int(value)
+    if word is None:
         raise TypeError(f"{name} must be made of integers, got {value!r}")
-    word = operator.index(value)
     if not 0 <= word < 1 << 64:
         raise ValueError(f"{name} must lie in [0, 2**64), got {word}")
     return word
@@ -135,6 +135,10 @@ class Bins:
     def __init__(self, width: npt.NDArray[np.int64], shift: npt.NDArray[np.int64]) -> None:
         self.width, self.shift = width, shift
 
+    def head(self, h: int) -> "Bins":
+        """Return the hash of one head."""
+        return Bins(self.width[h : h + 1], self.shift[h : h + 1])
+
     def labels(self, start: int, stop: int) -> IntArray:
         """Return the labels of positions ``[start, stop)``, ``(heads, samples, n)`` int32."""
         out = np.zeros((*self.width.shape, stop - start), dtype=np.int32)
@@ -146,10 +150,9 @@ class Bins:
             index = (lo * UNIT - shift) // width
             later = np.arange(index + 1, ((stop - 1) * UNIT - shift) // width + 1, dtype=np.int64)
             first = (later * width + (shift + UNIT - 1)) >> 24  # block k begins at ceil(k W + S)
-            row = out[h, r, lo - start :]
-            row[0] = max(0, -((-index * width - shift) // UNIT))
-            row[first - lo] = first
-            np.maximum.accumulate(row, out=row)
+            before = max(0, -((-index * width - shift) // UNIT))
+            sizes = np.diff(first, prepend=lo, append=stop)
+            out[h, r, lo - start :] = np.repeat(np.concatenate(([before], first)), sizes)
         return out
 
     def bounds(self, positions: npt.NDArray[np.int64]) -> tuple[IntArray, IntArray]:
@@ -182,6 +185,10 @@ class Cuts:
         self, threshold: tuple[int, ...], samples: int, seed: int, head_ids: tuple[int, ...]
     ) -> None:
         self.threshold, self.samples, self.seed, self.head_ids = threshold, samples, seed, head_ids
+
+    def head(self, h: int) -> "Cuts":
+        """Return the hash of one head."""
+        return Cuts(self.threshold[h : h + 1], self.samples, self.seed, self.head_ids[h : h + 1])
 
     def labels(self, start: int, stop: int) -> IntArray:
         """Return the labels of positions ``[start, stop)``, ``(heads, samples, n)`` int32.
@@ -231,8 +238,6 @@ class Cuts:
         block = lo // 4  # the counter counts blocks of four words
         raw = words((self.seed, self.head_ids[h]), hi - 4 * block, (block, r, 1))[lo - 4 * block :]
         cut: npt.NDArray[np.bool_] = (raw >> np.uint64(11)) < np.uint64(self.threshold[h])
-        if lo == 0 and hi > 0:
-            cut[0] = False
         return cut
 
     def _last_cut(self, h: int, r: int, before: int) -> int:
@@ -261,10 +266,13 @@ def _parameter(name: str, value: Any, low: float, *, infinite: bool) -> Any:
     """Return a parameter as a float or a tuple of floats (one per head), checked."""
     values = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(values, Sequence) and not isinstance(values, str | bytes):
-        return tuple(_parameter(name, v, low, infinite=infinite) for v in values)
+        checked = tuple(_parameter(name, v, low, infinite=infinite) for v in values)
+        if any(isinstance(v, tuple) for v in checked):
+            raise ValueError(f"{name} must be a number or one number per head, got {value!r}")
+        return checked
     if isinstance(values, bool) or not isinstance(values, int | float):
         raise TypeError(f"{name} must be a number or one number per head, got {value!r}")
-    number = float(values)
+    number = math.inf if isinstance(values, int) and values > 1 << 1000 else float(values)
     if not (number > low and (infinite or number < math.inf)):
         limit = "" if infinite else " and finite"
         raise ValueError(f"{name} must be > {low:g}{limit}, got {number}")
@@ -361,11 +369,13 @@ class Family:
         (1, 2, 6)
         """
         count = check_samples(samples)
-        if isinstance(n, bool) or not hasattr(n, "__index__"):
-            raise TypeError(f"n must be an integer, got {n!r}")
-        if operator.index(n) < 0:
-            raise ValueError(f"n must be >= 0, got {n}")
-        first, last = as_range(start, operator.index(start) + operator.index(n))
+        length, begin = compat.as_int(n), compat.as_int(start)
+        if length is None or begin is None:
+            name, value = ("n", n) if length is None else ("start", start)
+            raise TypeError(f"{name} must be an integer, got {value!r}")
+        if length < 0:
+            raise ValueError(f"n must be >= 0, got {length}")
+        first, last = as_range(begin, begin + length)
         check_sampler(sampler, self)
         ids = check_head_ids(head_ids)
         if ids is None:
@@ -395,7 +405,8 @@ class Family:
         """
         d = np.abs(np.asarray(distance, dtype=np.float64))
         heads = self.heads
-        rows = [self._weight(d, *p) for p in self.per_head(1 if heads is None else heads)]
+        with np.errstate(over="ignore"):  # a distance of very many lengths has weight 0
+            rows = [self._weight(d, *p) for p in self.per_head(1 if heads is None else heads)]
         return np.asarray(rows[0] if heads is None else np.reshape(rows, (heads, *d.shape)))
 
     def _weight(self, d: npt.NDArray[np.float64], *parameters: float) -> Any:
@@ -451,12 +462,11 @@ class _WidthFamily(Family):
         """Return W = 2^24 * Q(level / scale), clamped to [1, 2^30] tokens and correctly rounded."""
         p = [level / scale for level in levels]
         q = [(scale - level) / scale for level in levels]
-        approx, error = self._guess(p, q, *parameters)
+        with np.errstate(over="ignore"):  # absurd parameters; the clamp follows
+            approx, error = self._guess(p, q, *parameters)
         scaled = np.clip(approx, 1.0, float(MAX_POSITION)) * UNIT
         margin = np.abs(scaled - np.floor(scaled) - 0.5)
         certain = (margin > scaled * error + 2.0**-20) & (scaled < 2.0**48)
-        # At the lower clamp the value itself must be clear of it, not only of a half.
-        certain &= (approx * UNIT > UNIT * (1 + error) + 1) | (approx < 0.5)
         rounded = [int(w) for w in np.rint(scaled)]
         exact = [Decimal(x) for x in parameters]
         below = _cached_below(lambda w: self._below(w, *exact))
@@ -563,7 +573,7 @@ def _gamma2_quantile(p: npt.NDArray[np.float64], q: npt.NDArray[np.float64]) -> 
     ``x - ln(1 + x) >= x^2 / (2 + 2x)`` gives. Near 0 it cancels, so the last step is on the
     series of p.
     """
-    target = np.where(p < 0.5, -np.log1p(-p), -np.log(q))
+    target = np.where(p < 0.5, -np.log1p(-np.minimum(p, 0.5)), -np.log(q))
     x = target + np.sqrt(target * target + 2 * target)
     for _ in range(6):
         x = x - (x - np.log1p(x) - target) * (1 + x) / x

@@ -5,7 +5,7 @@ compiled program. ``resolve`` turns a method and the slopes into what a backend 
 """
 
 import math
-import operator
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -164,9 +164,7 @@ class Resolved(NamedTuple):
 
 def check_method(method: object) -> Method:
     """Return `method` as one of the method objects."""
-    if isinstance(method, str):
-        if method not in _BY_NAME:
-            raise ValueError(f"method must be one of {tuple(_BY_NAME)}, got {method!r}")
+    if isinstance(method, str) and method in _BY_NAME:
         made: Method = _BY_NAME[method]()
         return made
     if not isinstance(method, Exact | Window | PositionalLSH | PartitionSet):
@@ -213,7 +211,7 @@ def window_width(slope: float, tol: float) -> int:
     """Return ``ceil(ln(1/tol) / slope)``; `UNLIMITED` for slope 0."""
     if slope == 0:
         return UNLIMITED
-    width = math.log(1 / tol) / slope
+    width = -math.log(tol) / slope
     return math.ceil(width) if width < UNLIMITED else UNLIMITED
 
 
@@ -277,7 +275,7 @@ def as_slopes(values: Sequence[Any]) -> tuple[Any, ...]:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"slopes must be real numbers, got {value!r}")
-        if not 0 <= value < math.inf:
+        if not 0 <= value <= sys.float_info.max:  # an int may lie above
             raise ValueError(f"slopes must be finite and >= 0, got {value!r}")
         checked.append(float(value))
     return tuple(checked)
@@ -303,9 +301,9 @@ def _check_width(width: Any) -> int | tuple[int, ...]:
         if any(isinstance(w, tuple) for w in checked):
             raise ValueError(f"width must be an int or one int per head, got {width!r}")
         return checked  # type: ignore[return-value]
-    if isinstance(values, bool) or not hasattr(values, "__index__"):
+    number = compat.as_int(values)
+    if number is None:
         raise TypeError(f"width must be an int or one int per head, got {width!r}")
-    number = operator.index(values)
     if number < 0:
         raise ValueError(f"width must be >= 0 tokens, got {number}")
     return min(number, UNLIMITED)

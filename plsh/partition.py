@@ -124,6 +124,8 @@ class Partition:
 
     def intersect(self, other: "Partition") -> "Partition":
         """Return the coarsest partition that refines both: its mask is the product of theirs."""
+        if not isinstance(other, Partition):
+            raise TypeError(f"other must be a Partition, got {other!r}")
         if (self._start, self._stop) != (other.start, other.stop):
             raise ValueError(
                 "other must cover the same range: "
@@ -201,6 +203,9 @@ class PartitionSet:
         self._fill(table, first, last, table.shape[1], None)
 
     def _fill(self, labels: Any, start: int, stop: int, samples: int, bandwidth: Any) -> None:
+        if isinstance(labels, np.ndarray) and labels.flags.writeable:  # as pickle makes them
+            labels = labels.view()
+            labels.flags.writeable = False
         self._labels, self._start, self._stop = labels, start, stop
         self._samples, self._bandwidth = samples, bandwidth
 
@@ -319,7 +324,9 @@ class PartitionSet:
 
 def extend_labels(labels: Any, first: int, start: int, stop: int) -> Any:
     """Return labels of ``[start, stop)`` from labels that begin at `first`, ends repeated."""
-    last = max(labels.shape[-1] - 1, 0)
+    if labels.shape[-1] == 0:
+        return np.zeros((*labels.shape[:-1], stop - start), dtype=np.int32)
+    last = labels.shape[-1] - 1
     return labels[..., np.clip(np.arange(start, stop) - first, 0, last)]
 
 

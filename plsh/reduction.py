@@ -121,7 +121,9 @@ def attend_partitions(
     Labels are ``(s, Nq)`` and ``(s, Nk)``, on the host. There is at least one key.
     """
     samples, len_q = labels_q.shape
-    stretch = max(1, _ROWS // samples)
+    # A block may be as long as the sequence: so few queries at a time that its scores stay small.
+    longest = int(np.diff(np.flatnonzero(np.diff(labels_k, append=-1)), prepend=-1).max())
+    stretch = max(1, min(_ROWS // samples, 4 * _SCORES // longest))
     parts = []
     for start in range(0, max(len_q, 1), stretch):
         stop = min(start + stretch, len_q)

@@ -179,14 +179,19 @@ def _difference(offsets: Any, q: Array, xp: Any) -> Any:
 
 
 def _slope_of_head(slopes: Any, h: int, q: Array, xp: Any) -> Array:
-    """Return head h's slope as an array ``()`` or ``(B, 1, 1)`` of q's dtype, kept finite."""
+    """Return head h's slope as an array ``()`` or ``(B, 1, 1)`` of q's dtype.
+
+    Larger slopes cut just as sharply as the limit, whose product with any distance is finite.
+    """
+    largest = float(xp.finfo(q.dtype).max) / 2**32
     if isinstance(slopes, tuple):
         rows = [row[h] for row in slopes] if slopes and isinstance(slopes[0], tuple) else slopes[h]
-        largest = float(xp.finfo(q.dtype).max)
         clipped = [min(m, largest) for m in rows] if isinstance(rows, list) else min(rows, largest)
         slope = xp.asarray(clipped, dtype=q.dtype, device=compat.device(q))
     else:
-        slope = xp.astype(slopes[..., h], q.dtype)
+        own = xp.astype(slopes[..., h], q.dtype)
+        limit = xp.asarray(largest, dtype=q.dtype, device=compat.device(q))
+        slope = xp.where(own > limit, limit, own)
     return xp.reshape(slope, (-1, 1, 1)) if slope.ndim else slope
 
 

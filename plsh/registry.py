@@ -5,6 +5,7 @@ a call neither scans nor imports; others load on first use. A backend that fails
 breaks the others: the failure is kept, listed, and chained to the error of whoever names it.
 """
 
+import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -87,7 +88,9 @@ def discover(points: Iterable[EntryPoint]) -> dict[str, _Entry]:
                 stacklevel=2,
             )
     for entry in found.values():
-        if entry.point is not None and _is_first_party(entry.point):
+        # A backend whose own import brought plsh in is half made yet: it loads on first use.
+        own = entry.point
+        if own is not None and _is_first_party(own) and own.module not in sys.modules:
             entry.load()
     return found
 
@@ -111,6 +114,13 @@ def register_backend(backend: Backend) -> None:
     Notes
     -----
     Spec: BCK-2.
+
+    Examples
+    --------
+    >>> register_backend(object())
+    Traceback (most recent call last):
+        ...
+    TypeError: backend.name must be an identifier, got None
     """
     _check_backend(backend, None)
     held = _REGISTRY.get(backend.name)
@@ -130,6 +140,9 @@ def _check_backend(backend: object, expected: str | None) -> None:
         missing.append("spec_version")
     if missing:
         raise TypeError(f"backend {name!r} lacks {', '.join(missing)} of plsh.backend.Backend")
+    declared = backend.capabilities()  # type: ignore[attr-defined]
+    if not isinstance(declared, Capabilities):
+        raise TypeError(f"backend {name!r} must declare a Capabilities, got {declared!r}")
 
 
 def availability(backend: Backend) -> Availability:
@@ -141,7 +154,10 @@ def availability(backend: Backend) -> Availability:
             f"it implements spec {backend.spec_version}, plsh has {SPEC_VERSION}; "
             f"install a {backend.name} backend for spec {ours}",
         )
-    return backend.availability()
+    try:
+        return backend.availability()
+    except Exception as error:  # the contract forbids it, and a plug-in must not break the list
+        return Availability(False, f"its availability() raises {error!r}", error)
 
 
 def backends() -> list[BackendInfo]:
@@ -193,7 +209,9 @@ def find(name: str | None, kind: str) -> Backend:
         ) from entry.failure
     state = availability(backend)
     if not state.ok:
-        raise BackendUnavailableError(f"backend {name!r} is not available: {state.reason}")
+        raise BackendUnavailableError(
+            f"backend {name!r} is not available: {state.reason}"
+        ) from state.cause
     return backend
 
 

@@ -44,7 +44,7 @@ def segments_from_lengths(lengths: Any, n: int) -> Array:
     >>> segments_from_lengths([[2, 1], [4]], 5).tolist()
     [[0, 0, 1, -1, -1], [0, 0, 0, 0, -1]]
     """
-    if isinstance(n, bool) or not hasattr(n, "__index__"):
+    if compat.as_int(n) is None:
         raise TypeError(f"n must be an integer, got {n!r}")
     if n < 0:
         raise ValueError(f"n must be >= 0, got {n}")
@@ -57,7 +57,7 @@ def segments_from_lengths(lengths: Any, n: int) -> Array:
     for row, documents in zip(ids, rows, strict=True):
         parts = documents if isinstance(documents, Sequence) else [documents]
         for part in parts:
-            if isinstance(part, bool | np.bool_) or not hasattr(part, "__index__"):
+            if compat.as_int(part) is None:
                 raise TypeError(f"lengths must be integers, got {part!r}")
             if part < 0:
                 raise ValueError(f"lengths must be >= 0, got {part}")
@@ -74,11 +74,12 @@ def _from_array(lengths: Array, n: int) -> Array:
     if lengths.ndim not in (1, 2):
         raise ValueError(f"lengths must have shape (B,) or (B, documents), got {lengths.shape}")
     xp, device = compat.namespace(lengths), compat.device(lengths)
-    documents = lengths[:, None] if lengths.ndim == 1 else lengths
-    ends = xp.cumulative_sum(xp.astype(documents, xp.int32), axis=1)  # (B, documents)
-    at = xp.arange(n, dtype=xp.int32, device=device)
+    documents = xp.astype(lengths[:, None] if lengths.ndim == 1 else lengths, xp.int32)
+    at = xp.arange(n, dtype=xp.int32, device=device)[None, :]
     # The document of a position is the number of documents that end at or before it.
-    ids = xp.zeros((ends.shape[0], n), dtype=xp.int32, device=device)
-    for document in range(ends.shape[1]):
-        ids = ids + xp.astype(ends[:, document, None] <= at[None, :], xp.int32)
-    return xp.where(ids < ends.shape[1], ids, xp.full_like(ids, -1))
+    end = xp.zeros((documents.shape[0], 1), dtype=xp.int32, device=device)
+    ids = xp.zeros((documents.shape[0], n), dtype=xp.int32, device=device)
+    for document in range(documents.shape[1]):
+        end = end + documents[:, document : document + 1]
+        ids = ids + xp.astype(end <= at, xp.int32)
+    return xp.where(ids < documents.shape[1], ids, xp.full_like(ids, -1))

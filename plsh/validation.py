@@ -6,8 +6,7 @@ rule and what came.
 """
 
 import math
-import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,27 @@ from .partition import MAX_POSITION
 
 LAYOUTS = ("bhsd", "bshd")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+_NUMPY = (np.ndarray, np.generic)  # as a union, torch.compile could not trace it
+
+
+_DENSE = "the n x n matrix that it needs is never formed"
+_REASONS = {
+    "dropout": f"there is no dropout: {_DENSE}; apply dropout to the output",
+    "mask": f"there is no dense mask: {_DENSE}; use causal, segment_ids and offsets",
+    "bias": f"there is no dense bias: {_DENSE}; use slopes",
+    "window": "a window is a method: method=plsh.Window(width)",
+    "alibi": "the argument is called slopes",
+}
+
+
+def check_no_more(keywords: Mapping[str, object]) -> None:
+    """Refuse keywords that the call does not have, those of other libraries with the reason."""
+    for name in keywords:
+        reason = next((why for word, why in _REASONS.items() if word in name), None)
+        raise TypeError(
+            f"attention got an unexpected keyword argument {name!r}"
+            + (f"; {reason}" if reason else "")
+        )
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -30,9 +50,11 @@ def check_flag(name: str, value: object) -> bool:
 
 def check_layout(layout: object) -> str:
     """Check the name of a layout."""
+    if not isinstance(layout, str):
+        raise TypeError(f"layout must be one of {LAYOUTS}, got {layout!r}")
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
-    return str(layout)
+    return layout
 
 
 def check_arrays(q: Array, k: Array, v: Array) -> str:
@@ -68,6 +90,8 @@ def check_is_array(name: str, x: object) -> None:
         raise TypeError(
             f"{name} must be an array, got {type(x).__name__}; pass numpy.asarray({name})"
         )
+    if not compat.is_strided(x):
+        raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}")  # type: ignore[attr-defined]
 
 
 def check_same_device(names: str, x: Array, *others: Array) -> None:
@@ -78,6 +102,13 @@ def check_same_device(names: str, x: Array, *others: Array) -> None:
                 f"{names} must be on one device, got {x.device} and {other.device}; "
                 "nothing is copied between devices implicitly"
             )
+
+
+def check_operand_devices(q: Array, **operands: Any) -> None:
+    """Check that operands that are arrays of q's kind live where q does."""
+    for name, x in operands.items():
+        if compat.kind(x) == compat.kind(q):
+            check_same_device(f"q and {name}", q, x)
 
 
 def check_shapes(q: Array, k: Array, v: Array, layout: str) -> None:
@@ -125,12 +156,17 @@ def check_scale(scale: Any, head_dim: int) -> float:
             f"scale must be a number (it is static), got a {compat.kind(scale)} array; "
             "multiply q by it and pass scale=1.0"
         )
+    _check_concrete("scale", scale)
     value = scale.item() if hasattr(scale, "item") and np.ndim(scale) == 0 else scale
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"scale must be a number, got {scale!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"scale must be finite, got {value}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"scale must be finite, got {number}")
+    return number
 
 
 def check_slopes(slopes: Any, kind: str, batch: int | None, heads: int) -> Any:
@@ -151,18 +187,21 @@ def check_slopes(slopes: Any, kind: str, batch: int | None, heads: int) -> Any:
             raise TypeError(f"slopes must be real numbers, got dtype {slopes.dtype}")
         _check_slope_shape(tuple(slopes.shape), batch, heads)
         return compat.fill_heads(slopes, heads) if slopes.ndim == 0 else slopes
+    _check_concrete("slopes", slopes)
     values = _host_values("slopes", slopes)
     if not isinstance(values, Sequence):
         return as_slopes([values]) * heads
     checked = as_slopes(values)
-    rows = [len(row) if isinstance(row, tuple) else -1 for row in checked]
-    if rows and rows[0] >= 0:
-        if len(set(rows)) > 1:
-            raise ValueError(f"slopes must be rectangular, got rows of lengths {rows}")
-        _check_slope_shape((len(rows), rows[0]), batch, heads)
-    else:
-        _check_slope_shape(np.shape(slopes) or (len(rows),), batch, heads)
-    return checked
+    shape = slopes.shape if isinstance(slopes, np.ndarray) else _nested_shape(checked)
+    _check_slope_shape(shape, batch, heads)
+    return checked if checked else (0.0,) * heads  # (0, H): no row reads them
+
+
+def _nested_shape(values: tuple[Any, ...]) -> tuple[int, ...]:
+    inner = {_nested_shape(v) if isinstance(v, tuple) else () for v in values}
+    if len(inner) > 1:
+        raise ValueError(f"slopes must be rectangular, got {values}")
+    return (len(values), *(inner.pop() if inner else ()))
 
 
 def _check_slope_shape(shape: tuple[int, ...], batch: int | None, heads: int) -> None:
@@ -177,9 +216,18 @@ def is_number(x: Any) -> bool:
     return not isinstance(x, Sequence) and getattr(x, "ndim", 0) == 0
 
 
+def _check_concrete(name: str, value: Any) -> None:
+    """Check that a NumPy value has values: ``torch.compile`` traces it as a tensor without."""
+    if compat.kind(value) == "numpy" and compat.is_traced(value):
+        raise TypeError(
+            f"{name} must be concrete, and torch.compile traces a NumPy array; pass Python "
+            f"numbers: {name} = {name}.tolist(), outside of the compiled function"
+        )
+
+
 def _host_values(name: str, value: Any) -> Any:
     """Return a NumPy array, number or sequence as (nested) Python numbers."""
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, _NUMPY):
         if value.dtype.kind not in "iuf" and value.dtype.name != "bfloat16":
             raise TypeError(f"{name} must be real numbers, got dtype {value.dtype}")
         return value.tolist() if value.dtype.kind in "iuf" else value.astype(float).tolist()
@@ -201,26 +249,33 @@ def check_offset(name: str, offset: Any, kind: str, batch: int | None) -> Any:
             )
         if not compat.dtype_name(offset).startswith(("int", "uint")):
             raise TypeError(f"{name} must be integers, got dtype {offset.dtype}")
-        if tuple(offset.shape) not in ((), (batch,)):
-            raise ValueError(
-                f"{name} must be an int or (B,) = ({batch},), got {tuple(offset.shape)}"
-            )
+        _check_offset_shape(name, tuple(offset.shape), batch)
         return offset
+    _check_concrete(name, offset)
     if isinstance(offset, np.ndarray) and offset.size and offset.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, got dtype {offset.dtype}")
+    if isinstance(offset, np.ndarray):
+        _check_offset_shape(name, offset.shape, batch)
     values = offset.tolist() if isinstance(offset, np.ndarray) else offset
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         return _position(name, values)
-    if batch is None or len(values) != batch:
-        expected = "an int (there is no batch axis)" if batch is None else f"an int or {batch} ints"
-        raise ValueError(f"{name} must be {expected}, got {offset!r}")
+    _check_offset_shape(name, (len(values),), batch, repr(offset))
     return tuple(_position(name, v) for v in values)
 
 
+def _check_offset_shape(
+    name: str, shape: tuple[int, ...], batch: int | None, came: str = ""
+) -> None:
+    if shape == () or (batch is not None and shape == (batch,)):
+        return
+    expected = "an int (there is no batch axis)" if batch is None else f"an int or {batch} ints"
+    raise ValueError(f"{name} must be {expected}, got {came or f'shape {shape}'}")
+
+
 def _position(name: str, value: Any) -> int:
-    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+    position = compat.as_int(value)
+    if position is None:
         raise TypeError(f"{name} must be an int or one int per batch row, got {value!r}")
-    position = operator.index(value)
     if not -MAX_POSITION < position < MAX_POSITION:
         raise ValueError(f"{name} must lie inside (-2**30, 2**30), got {position}")
     return position
@@ -307,8 +362,8 @@ def check_positions(
         what = f"[{start}, {stop if stop < MAX_POSITION else '2**30'})"
         raise ValueError(
             f"q_offset and k_offset must keep visible positions inside {what}, where blocks "
-            f"exist, got queries {q_low} … {q_high - 1}, keys {k_low} … {k_high - 1}; add one number "
-            "to both offsets, or mark padding by negative segment_ids"
+            f"exist, got queries {q_low} … {q_high - 1}, keys {k_low} … {k_high - 1}; add one "
+            "number to both offsets, or mark padding by negative segment_ids"
         )
 
 

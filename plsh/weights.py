@@ -61,12 +61,13 @@ class StepWeight:
     seed: Seed
     head_ids: tuple[int, ...]
 
-    def labels(self, start: int, stop: int) -> IntArray:
-        """Return the labels of positions ``[start, stop)``, ``(heads, s, n)`` int32, read-only.
+    def labels(self, start: int, stop: int, head: int | None = None) -> IntArray:
+        """Return the labels of positions ``[start, stop)``, int32, read-only.
 
-        A position below 0 (padding) has the label of position 0.
+        ``(heads, s, n)``, or ``(s, n)`` of one head. A position below 0 (padding) has the label of
+        position 0.
         """
-        return _LABELS.get(self, start, stop)
+        return _LABELS.get(self, start, stop, head)
 
     def bounds(self, positions: npt.ArrayLike) -> tuple[IntArray, IntArray]:
         """Return (first position, position after the last) of the blocks at `positions`.
@@ -126,21 +127,29 @@ class _LabelCache:
         self._held: OrderedDict[Any, IntArray] = OrderedDict()
         self._bytes = 0
 
-    def get(self, weight: StepWeight, start: int, stop: int) -> IntArray:
-        key = (weight, start, stop)
+    def get(self, weight: StepWeight, start: int, stop: int, head: int | None) -> IntArray:
+        key = (weight, start, stop, head)
         with self._lock:
             if key in self._held:
                 self._held.move_to_end(key)
                 return self._held[key]
-        labels = _draw(weight).labels(start, stop)  # outside the lock: two threads may both draw
+        drawn = _draw(weight)  # outside the lock: two threads may both draw
+        if head is None:
+            labels = drawn.labels(start, stop)
+        else:
+            labels = drawn.head(head).labels(start, stop)[0]
         labels.flags.writeable = False
         with self._lock:
-            if key not in self._held and labels.nbytes <= self._max_bytes:
+            if key not in self._held and self._cost(labels) <= self._max_bytes:
                 self._held[key] = labels
-                self._bytes += labels.nbytes
+                self._bytes += self._cost(labels)
                 while self._bytes > self._max_bytes:
-                    self._bytes -= self._held.popitem(last=False)[1].nbytes
+                    self._bytes -= self._cost(self._held.popitem(last=False)[1])
         return labels
+
+    @staticmethod
+    def _cost(labels: IntArray) -> int:
+        return labels.nbytes + 512  # with the key and the array's own header
 
 
 _LABELS = _LabelCache(max_bytes=1 << 26)
