@@ -17,8 +17,7 @@ Float = npt.NDArray[np.float64]
 class OracleResult(NamedTuple):
     """Output, lse, and the gradients of ``sum(out * grad_out) + sum(lse * grad_lse)``.
 
-    `weight` is the gradient by ln w_ij, ``(B, H, Nq, Nk)``; `slopes` follows from it and is None
-    where the weight was given dense.
+    `slopes` is None where the weight was given dense.
     """
 
     out: Float
