@@ -1,0 +1,23 @@
+"""Settings of the whole suite."""
+
+import os
+
+import hypothesis
+import pytest
+from namespaces import strict_flags
+
+# Arrays are small here: threads would only wait for one another. Read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples in every run, and no database: a failure is reproduced by running again.
+hypothesis.settings.register_profile("plsh", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("plsh")
+
+
+@pytest.fixture
+def strict():
+    """array-api-strict in its strictest settings, restored afterwards."""
+    with strict_flags():
+        import array_api_strict
+
+        yield array_api_strict
