@@ -57,9 +57,7 @@ def step_reach(
     return _clip(first, rows, begins, ends, causal, keys)
 
 
-def _clip(
-    first: Integers, rows: int, low: Any, high: Any, causal: bool, keys: range
-) -> Reach:
+def _clip(first: Integers, rows: int, low: Any, high: Any, causal: bool, keys: range) -> Reach:
     # A tile before (after) all keys has none before (after) it.
     before = np.where(first > keys.start, first - np.maximum(low, keys.start), 0)
     if causal:

@@ -1,0 +1,193 @@
+"""What the commands share: the parser, argument types, tables, progress, and calling a backend."""
+
+import argparse
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import compat, registry
+from ..attention import attention
+from ..backend import AttentionOutput
+from ..methods import Exact, Method, PositionalLSH, Window
+
+NDArray = npt.NDArray[Any]
+
+
+class CliError(Exception):
+    """What the user can mend: shown as one line, with exit status 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, and which takes no abbreviated options."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with one line and status 2."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def add_command(
+    commands: Any, name: str, call: Callable[[argparse.Namespace], None], summary: str, epilog: str
+) -> argparse.ArgumentParser:
+    """Add the parser of a command that runs `call`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=summary[0].upper() + summary[1:] + ".", epilog=epilog
+    )
+    parser.set_defaults(call=call, prog=f"plsh {name}")
+    return parser
+
+
+# --- argument types: a message of ArgumentTypeError follows "argument --name: " -------------------
+
+
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Return the type of an integer in ``[low, high]``."""
+
+    def parse(text: str) -> int:
+        rule = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+        with contextlib.suppress(ValueError):
+            value = int(text)
+            if low <= value and (high is None or value <= high):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+
+    return parse
+
+
+def integers(text: str) -> int | tuple[int, ...]:
+    """Parse ``3`` as an int and ``3,0,5`` as a tuple."""
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be an integer, or several with commas between them, got {text!r}"
+        ) from None
+    return values if "," in text else values[0]
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Parse ``0.5,0.25`` as a tuple of floats."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be numbers with commas between them, got {text!r}"
+        ) from None
+
+
+# --- output ---------------------------------------------------------------------------------------
+
+
+def write(line: str = "") -> None:
+    """Print a line at once, also into a pipe."""
+    print(line, flush=True)
+
+
+def write_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table, columns as wide as their longest cell."""
+    lines = [head, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        write("  ".join(cells).rstrip())
+
+
+def describe(method: Method) -> str:
+    """Name a method and its options in a few words."""
+    if isinstance(method, PositionalLSH):
+        return f"lsh samples={method.samples} {method.sampler} seed={method.seed}"
+    if isinstance(method, Window):
+        if method.width is not None:
+            return f"window width={method.width}"
+        return f"window tol={method.tol:g}"
+    return "exact" if isinstance(method, Exact) else "partitions"
+
+
+@contextlib.contextmanager
+def progress(prog: str, what: str, total: int, show: bool) -> Iterator[Callable[[], None]]:
+    """Give a function to call after each of `total` steps; it reports on the standard error.
+
+    With tqdm (extra ``cli``) as a bar, else as plain lines.
+    """
+    if not show:
+        yield lambda: None
+        return
+    try:
+        bar_type = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        done = 0
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            print(f"{prog}: {what} {done}/{total}", file=sys.stderr, flush=True)
+
+        yield step
+        return
+    with bar_type(total=total, desc=f"{prog}: {what}", file=sys.stderr) as bar:
+        yield lambda: bar.update(1)
+
+
+# --- calling a backend ----------------------------------------------------------------------------
+
+
+class Caller:
+    """Calls `plsh.attention` on NumPy arrays by a backend of any array library.
+
+    Files hold no framework's arrays, so moving them to the backend's kind is the command's work.
+
+    Parameters
+    ----------
+    backend : str or None
+        A registered name; None is the one for NumPy arrays.
+
+    Raises
+    ------
+    UnknownBackendError, BackendUnavailableError
+        As for `plsh.attention`.
+    """
+
+    def __init__(self, backend: str | None) -> None:
+        self._backend = registry.find(backend, "numpy")
+        self.name = self._backend.name
+        self.takes_numpy = "numpy" in self._backend.capabilities().arrays
+
+    def __call__(self, q: NDArray, k: NDArray, v: NDArray, **options: Any) -> AttentionOutput:
+        """Return (out, lse) as NumPy arrays; `options` are those of `plsh.attention`."""
+        if self.takes_numpy:
+            result = attention(q, k, v, return_lse=True, backend=self.name, **options)
+            return AttentionOutput(*result)
+        q, k, v = (self.move(x, x.dtype.name) for x in (q, k, v))
+        segments = options.get("segment_ids")
+        if segments is not None:
+            options["segment_ids"] = tuple(self.move(ids, ids.dtype.name) for ids in segments)
+        result = attention(q, k, v, return_lse=True, backend=self.name, **options)
+        return AttentionOutput(*(self._backend.harness().to_numpy(x) for x in result))
+
+    def move(self, x: NDArray, dtype: str) -> Any:
+        """Return an array of the backend's kind, of the dtype of that name."""
+        moved = self._backend.harness().asarray(x, dtype=dtype)
+        if compat.dtype_name(moved) != dtype:
+            raise CliError(
+                f"backend {self.name!r} turns {dtype} into {compat.dtype_name(moved)} here; "
+                "give it arrays of that dtype"
+            )
+        return moved
+
+    def synchronize(self, x: Any) -> None:
+        """Wait until an array of the backend's kind is computed."""
+        self._backend.harness().synchronize(x)
+
+
+def relative_error(result: NDArray, expected: NDArray) -> float:
+    """Return the relative Frobenius error over a whole array, in float64."""
+    difference = result.astype(np.float64) - expected
+    return float(np.linalg.norm(difference.ravel()) / np.linalg.norm(expected.ravel()))

@@ -1,0 +1,207 @@
+"""Faults of the NumPy band kernel that its tests must find: each mutant is killed by a named test.
+
+A mutant is the kernel with one piece of its source replaced, compiled afresh and put in the place
+of the registered backend; the named test of `test_numpy_backend` is then called in place.
+"""
+
+import inspect
+import sys
+import types
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import plsh_numpy
+import pytest
+import test_numpy_backend as tests
+from test_numpy_backend import BandCall
+
+from plsh import tiles
+
+FILES = {
+    "tiles": Path(tiles.__file__),
+    **{
+        name: Path(plsh_numpy.__file__).parent / f"{name}.py"
+        for name in ("_scratch", "_weights", "_segment", "_band", "_backend")
+    },
+}
+"""The kernel's modules, each after those that it imports."""
+
+
+class Mutant(NamedTuple):
+    """One fault: `old` text of a module becomes `new`, and `test` fails with `error`."""
+
+    name: str
+    module: str
+    old: str
+    new: str
+    test: str
+    arguments: dict[str, Any] = {}
+    error: type[Exception] = AssertionError
+
+    def __str__(self) -> str:
+        return self.name.replace(" ", "-")
+
+
+ORACLE = "test_call_equals_oracle"
+EXACT = {"call": BandCall("exact", lengths=(129, 129), dtype="float32", causal=True)}
+FULL = {"call": BandCall("exact", lengths=(65, 127), dtype="float32", layout="bshd")}
+WINDOW = {"call": BandCall("window", lengths=(129, 129), dtype="float32")}
+LSH = {"call": BandCall("lsh", lengths=(129, 129), flatter=8.0)}
+LSH_FULL = {"call": BandCall("lsh-iid", lengths=(127, 65), flatter=8.0, dtype="float32")}
+LSH_CAUSAL = {"call": BandCall("cuts", lengths=(129, 129), causal=True)}
+WIDE = {"call": BandCall("exact", (2, 1), (129, 129), (257, 16), 1, True, dtype="float32")}
+LONG = {"call": BandCall("exact", (1, 1), (130, 600), (8, 8), 1, dtype="float32")}
+AT_THE_END = {"call": BandCall("window", lengths=(33, 127), dtype="float32")}
+PADDED = {"call": BandCall("exact", lengths=(65, 65), segments="one", dtype="float32")}
+HIDDEN = {"case": "future", "n": 77, "dtype": "float32"}
+NAN = {"method": "exact", "causal": False, "fill": float("nan")}
+POISON = "test_nothing_is_read_before_it_is_written"
+
+MUTANTS = [
+    # The schedule
+    Mutant("right reach short by a tile", "tiles", "first + rows + width,", "first + width,",
+           ORACLE, WINDOW),
+    Mutant("left blocks rounded down", "tiles", "-(-reach.before // columns)",
+           "reach.before // columns", ORACLE, WINDOW),
+    Mutant("chunk as wide as its first tile", "tiles", "max(left, own[0])", "left or own[0]",
+           ORACLE, WIDE),
+    Mutant("last tile of a chunk lost", "tiles", "len(self.first) - begin,",
+           "max(1, len(self.first) - begin - 1),", ORACLE, EXACT),
+    # The weights
+    Mutant("left pivot off by one", "_weights", "labels[..., 0]", "labels[..., 1]", ORACLE, LSH),
+    Mutant("right pivot off by one", "_weights", "labels[..., -1]", "labels[..., -2]",
+           ORACLE, LSH),
+    Mutant("block's first key left out", "_weights", "np.greater_equal(", "np.greater(",
+           ORACLE, LSH),
+    Mutant("label < for label <=", "_weights", "index] <= last", "index] < last", ORACLE, LSH),
+    Mutant("missing keys right of a block seen", "_weights", "(shared & (keys >= 0))", "shared",
+           ORACLE, LSH_FULL),
+    Mutant("one key past the end seen", "_weights", "(at >= keys.start) & (at < keys.stop)",
+           "(at >= keys.start) & (at <= keys.stop)", ORACLE, FULL),
+    Mutant("end of the keys ignored", "_weights", "and high <= keys.stop", "",
+           ORACLE, AT_THE_END),
+    Mutant("diagonal not symmetrised", "_weights", "np.tril(counts, -1)", "0 * counts",
+           ORACLE, LSH),
+    Mutant("causal diagonal hidden", "_weights", "apart >= 0", "apart > 0", ORACLE, EXACT),
+    Mutant("next token seen", "_weights", "apart >= 0", "apart >= -1", ORACLE, EXACT),
+    Mutant("causal counts not cut", "_weights", "counts *= lower", "pass",
+           ORACLE, LSH_CAUSAL),
+    Mutant("width off by one", "_weights", "<= self._widths", "< self._widths", ORACLE, WINDOW),
+    Mutant("bias of other keys", "_weights", "(self._widest.left - chunk.left)",
+           "(chunk.left - chunk.left)", "test_any_cut_of_the_work_gives_the_same",
+           {"method": "exact", "causal": True}),
+    Mutant("normaliser forgotten", "_weights", "math.log(self.samples)", "0.0", ORACLE, LSH),
+    Mutant("padding below 0 counted in the next row", "_weights", "0, rows - 1) + line",
+           "0, None) + line", "test_left_padding_changes_nothing",
+           {"method": "lsh", "causal": False}),
+    Mutant("huge slopes overflow", "_weights", "np.minimum(slopes, 1e28)", "slopes",
+           "test_a_huge_slope_is_self_attention", {"slope": 1e300, "dtype": "float32"}),
+    # Copies and views
+    Mutant("columns after the keys not zeroed", "_segment", "out[:, :, held.stop :] = 0", "pass",
+           POISON),
+    Mutant("columns before the keys not zeroed", "_segment", "out[:, :, : held.start] = 0",
+           "pass", POISON),
+    Mutant("padding copied", "_segment", "[:, held][padding] = 0", "[:, held][padding]",
+           "test_what_stands_in_padding_reaches_nothing", NAN),
+    Mutant("views read as contiguous", "_segment", "b, head, key, dim = x.strides",
+           "b, head, key, dim = np.zeros(x.shape, x.dtype).strides", ORACLE, EXACT),
+    Mutant("bias of batch mates", "_segment", "bias[batch]", "bias[: out.shape[0]]",
+           "test_slopes_and_positions_per_batch_row_equal_separate_calls"),
+    Mutant("padding sees padding", "_segment", "keys[keys < 0] = -2", "pass", ORACLE, PADDED),
+    Mutant("tail row unwritten", "_segment", "chunk.tiles * chunk.rows, self.job.rows.stop)",
+           "chunk.tiles * chunk.rows, self.job.rows.stop - 1)", ORACLE, EXACT),
+    Mutant("overlapping windows added in one place", "_segment",
+           "at = begin + tile * chunk.rows", "at = begin", ORACLE, LONG),
+    Mutant("overlapping windows added from the last piece", "_segment",
+           "piece : piece + width]", "size - width :]", ORACLE, LSH),
+    # The kernel
+    Mutant("underflow not noticed", "_band", "(total >= limits.least)", "(total >= 0)",
+           "test_a_hidden_key_far_above_the_visible_ones_empties_no_row", HIDDEN),
+    Mutant("rows shifted by hidden keys again", "_band", "x[~seen] = -np.inf", "pass",
+           "test_a_hidden_key_far_above_the_visible_ones_empties_no_row", HIDDEN),
+    Mutant("shift left out of the lse", "_band", "dtype=np.float64) + shift", "dtype=np.float64)",
+           "test_a_hidden_key_far_above_the_visible_ones_empties_no_row", HIDDEN),
+    Mutant("shifted because of a mate", "_band", "np.where(large[batch], top, 0)", "top",
+           "test_a_batch_row_does_not_depend_on_its_mates",
+           {"method": "exact", "dtype": "float32"}),
+    Mutant("hidden exponents not clamped", "_band", "clamped = not spread < -limits.floor",
+           "clamped = False", "test_a_hidden_key_far_above_the_visible_ones_empties_no_row",
+           HIDDEN),
+    Mutant("sign of dlse", "_band", "-= np.where(dead, 0, given.grad_lse",
+           "+= np.where(dead, 0, given.grad_lse", ORACLE, EXACT),
+    Mutant("cotangents of dead rows", "_band", "do[:, :, own][dead] = 0", "pass",
+           "test_rows_that_see_no_key_have_no_gradient", {"method": "exact"}),
+    Mutant("dk in units of log2", "_band", "by_key *= acc.type(LN2)", "pass", ORACLE, EXACT),
+    Mutant("lse in units of log2", "_band", "log * LN2 -", "log -", ORACLE, EXACT),
+    Mutant("sign of the gradient by slopes", "_band", "by_slope[batch] -=", "by_slope[batch] +=",
+           ORACLE, EXACT),
+    Mutant("normaliser forgotten backward", "_band",
+           " + segment.job.weight.normaliser", "", ORACLE, LSH),
+    Mutant("sums over keys not zeroed", "_band", "by_key[...], by_value[...] = 0, 0", "pass",
+           POISON),
+    # Jobs
+    Mutant("wrong key head", "_backend", "h // self.group for h", "h % self.k.shape[1] for h",
+           ORACLE, EXACT),
+    Mutant("slopes of batch mates", "_backend", "for row in slopes])[task.batch]",
+           "for row in slopes])", "test_slopes_and_positions_per_batch_row_equal_separate_calls"),
+    Mutant("listed batch rows unwritten", "_backend",
+           "lse[(*task.place, rows)] = log[:, :, rows]", "pass", ORACLE,
+           {"call": BandCall("exact", offsets="batch")}),
+    Mutant("overflow warned of", "_backend", 'np.errstate(all="ignore")', "np.errstate()",
+           "test_hidden_products_past_the_range_do_no_harm", error=RuntimeWarning),
+]  # fmt: skip
+
+
+def put_in_place(monkeypatch, module=None, old="", new=""):
+    """Compile the kernel, with a piece of one module replaced, and let tests run on it."""
+    package = types.ModuleType("mutant")
+    package.__path__ = []
+    monkeypatch.setitem(sys.modules, "mutant", package)
+    made = {}
+    for name, path in FILES.items():
+        source = path.read_text().replace("from plsh.tiles import", "from .tiles import")
+        if name == module:
+            assert source.count(old) == 1, f"{old!r} is in {path.name} {source.count(old)} times"
+            source = source.replace(old, new)
+        made[name] = types.ModuleType(f"mutant.{name}")
+        made[name].__package__ = "mutant"
+        monkeypatch.setitem(sys.modules, f"mutant.{name}", made[name])
+        exec(compile(source, str(path), "exec"), made[name].__dict__)
+    for method in ("attend", "vjp"):
+        mutated = getattr(made["_backend"].NumpyBackend, method)
+        monkeypatch.setattr(type(plsh_numpy.BACKEND), method, mutated)
+    monkeypatch.setattr(tests, "backend", made["_backend"])
+    monkeypatch.setattr(tests, "segment", made["_segment"])
+    monkeypatch.setattr(tests, "MODULES", tuple(made.values()))
+
+
+def call(name, arguments, monkeypatch):
+    """Call a test of `test_numpy_backend`."""
+    test = getattr(tests, name)
+    if "monkeypatch" in inspect.signature(test).parameters:
+        arguments = {**arguments, "monkeypatch": monkeypatch}
+    test(**arguments)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_mutant_is_killed(mutant, monkeypatch):
+    put_in_place(monkeypatch, mutant.module, mutant.old, mutant.new)
+    with pytest.raises(mutant.error):
+        call(mutant.test, mutant.arguments, monkeypatch)
+
+
+CONTROLS = {f"{m.test}-{sorted(m.arguments.items(), key=str)}": m for m in MUTANTS}
+
+
+@pytest.mark.parametrize("control", CONTROLS.values(), ids=[m.test for m in CONTROLS.values()])
+def test_the_kernel_compiled_afresh_survives(control, monkeypatch):
+    """So that it is the fault that is found, and not the way in which it is put in place."""
+    put_in_place(monkeypatch)
+    call(control.test, control.arguments, monkeypatch)
+
+
+def test_mutants_run_in_place_of_the_registered_backend(monkeypatch):
+    put_in_place(monkeypatch, "_band", "def forward(", "forward = None\ndef not_forward(")
+    q, k, v = tests.inputs(3)
+    with pytest.raises(TypeError):
+        tests.ours(q, k, v)

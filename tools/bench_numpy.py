@@ -1,0 +1,230 @@
+"""Measure the NumPy backend against dense NumPy: ratios, errors, memory, growth.
+
+    python tools/bench_numpy.py [--length 8192] [--long 65536] [--repeat 7]
+
+Causal, B=1, H=8, D=64, float32, standard slopes. Each figure is the median of warm runs, peer and
+backend in turn, each after a pause in which the BLAS threads of the one before fall asleep. Error
+is the relative Frobenius error of the output, on sampled rows, against float64: `rounding` against
+the same positional weight, `alibi` against exact ALiBi. The floor is the two bare products, q k
+and p v, of the tiles that the band loop visits.
+"""
+
+import argparse
+import platform
+import statistics
+import time
+import tracemalloc
+
+import numpy as np
+from plsh_numpy import _backend, _scratch, _segment
+
+import plsh
+
+H, D = 8, 64
+
+
+def inputs(n):
+    rng = np.random.default_rng(0)
+    return tuple(rng.normal(size=(1, H, n, D)).astype(np.float32) for _ in range(3))
+
+
+def dense(q, k, v, slopes, rows=512):
+    """Dense causal ALiBi, done well: blocks of rows, only keys that are not in the future."""
+    out = np.empty_like(q)
+    n = q.shape[2]
+    apart = np.arange(rows, dtype=np.float32)[:, None] - np.arange(n, dtype=np.float32)
+    for h in range(H):
+        for lo in range(0, n, rows):
+            hi = min(lo + rows, n)
+            s = (q[0, h, lo:hi] * np.float32(D**-0.5)) @ k[0, h, :hi].T
+            bias = (apart[: hi - lo, :hi] + np.float32(lo)) * np.float32(-slopes[h])
+            bias[:, lo:][np.triu_indices(hi - lo, 1)] = -np.inf
+            s += bias
+            s -= s.max(axis=1, keepdims=True)
+            np.exp(s, out=s)
+            out[0, h, lo:hi] = (s @ v[0, h, :hi]) / s.sum(axis=1, keepdims=True)
+    return out
+
+
+def exact_rows(q, k, v, rows, weight):
+    """Rows of attention in float64; weight(h, i) is the positional weight of keys 0..i."""
+    out = np.empty((H, len(rows), D))
+    for h in range(H):
+        for r, i in enumerate(rows):
+            s = k[0, h, : i + 1].astype(np.float64) @ q[0, h, i].astype(np.float64) * D**-0.5
+            p = np.exp(s - s.max()) * weight(h, i)
+            out[h, r] = p @ v[0, h, : i + 1].astype(np.float64) / p.sum()
+    return out
+
+
+def weights(method, n, slopes):
+    def alibi(h, i):
+        return np.exp(-slopes[h] * np.arange(i, -1, -1))
+
+    if isinstance(method, plsh.Window):
+        widths = plsh.theory.window_width(slopes, method.tol)
+        return alibi, lambda h, i: alibi(h, i) * (np.arange(i, -1, -1) <= widths[h])
+    if isinstance(method, plsh.PositionalLSH):
+        family = plsh.RandomBinning(1 / slopes)
+        labels = family.sample(method.samples, n, sampler=method.sampler).labels()
+        return alibi, lambda h, i: (labels[h, :, : i + 1] == labels[h, :, i : i + 1]).mean(axis=0)
+    return alibi, alibi
+
+
+def pairs(method, n, slopes):
+    """Pairs of positive weight."""
+    if isinstance(method, plsh.PositionalLSH):
+        family = plsh.RandomBinning(1 / slopes)
+        labels = family.sample(method.samples, n, sampler=method.sampler).labels()
+        return (np.arange(n) + 1 - labels.min(axis=1)).sum(axis=1)
+    if isinstance(method, plsh.Window):
+        widths = plsh.theory.window_width(slopes, method.tol)
+        return np.array([np.minimum(np.arange(n), w).sum() + n for w in widths])
+    return np.full(H, n * (n + 1) // 2)
+
+
+def schedule(q, k, v, method):
+    """Return the backend's call and, for each of its jobs, the chunks that it visits."""
+    caught = []
+    backend = _backend.BACKEND
+    original = type(backend).attend
+
+    def spy(self, *args):
+        caught.append(args)
+        return original(self, *args)
+
+    type(backend).attend = spy
+    try:
+        plsh.attention(q, k, v, method=method, causal=True, backend="numpy")
+    finally:
+        type(backend).attend = original
+    return _backend._Call.of(*caught[0])
+
+
+def floor(call):
+    """The bare products of the tiles that the band loop visits; returns visited pairs by head."""
+    visited = np.zeros(H, dtype=np.int64)
+    tasks = [task for heads in call.head_groups(1) for task in call.tasks(heads)]
+    segments = [
+        _segment.Segment(call.job(t), _scratch.Scratch(), call.acc, _segment.ROWS[0]) for t in tasks
+    ]
+
+    def run(item, scratch):
+        task, segment = item
+        for chunk in segment.schedule.chunks(_segment.PAIRS):
+            p = scratch.get("p", (1, 1, chunk.tiles, chunk.pairs), call.acc)
+            batch = slice(0, 1)
+            q = segment.tiles(segment.q, chunk, batch)[:, :, :, None]
+            for side, view in enumerate(chunk.split(p)):
+                if view.size:
+                    keys = segment.window(segment.kt.swapaxes(-1, -2), chunk, side, batch)
+                    np.matmul(q, keys.swapaxes(-1, -2), out=view)
+                    values = segment.window(segment.v, chunk, side, batch)
+                    o = scratch.get("product", (*view.shape[:-1], D), call.acc)
+                    np.matmul(view, values, out=o)
+            visited[task.heads.start] += chunk.tiles * chunk.pairs
+
+    time.sleep(0.2)
+    start = time.perf_counter()
+    call.run(run, list(zip(tasks, segments, strict=True)))
+    return time.perf_counter() - start, visited
+
+
+def timed(f, pause=0.2):
+    time.sleep(pause)
+    start = time.perf_counter()
+    f()
+    return time.perf_counter() - start
+
+
+def peak(f):
+    tracemalloc.start()
+    f()
+    size = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return size / 2**20
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--long", type=int, default=65536)
+    parser.add_argument("--repeat", type=int, default=7)
+    args = parser.parse_args()
+    slopes = plsh.alibi_slopes(H)
+    n = args.length
+    q, k, v = inputs(n)
+    print(f"{platform.machine()}, {_backend._cpus()} cores, NumPy {np.__version__}")
+    print(f"causal, B=1, H={H}, D={D}, float32, standard slopes, n={n}")
+    methods = (plsh.PositionalLSH(), plsh.Window(), plsh.Exact())
+    rows = np.linspace(0, n - 1, 24).astype(int)
+    exact = dense(q, k, v, slopes)
+    alibi = exact_rows(q, k, v, rows, weights(methods[-1], n, slopes)[0])
+    off = np.linalg.norm(exact[0][:, rows] - alibi) / np.linalg.norm(alibi)
+    print(f"dense NumPy: rounding {off:.1e}")
+    for method in methods:
+        keywords = {"method": method, "causal": True, "backend": "numpy"}
+
+        def forward(keywords=keywords):
+            return plsh.attention(q, k, v, return_lse=True, **keywords)
+
+        result = forward()
+
+        def vjp(result=result, keywords=keywords):
+            return plsh.attention_vjp(q, k, v, result, q, **keywords)
+
+        own = exact_rows(q, k, v, rows, weights(method, n, slopes)[1])
+        got = result.out[0][:, rows].astype(np.float64)
+        rounding = np.linalg.norm(got - own) / np.linalg.norm(own)
+        error = np.linalg.norm(got - alibi) / np.linalg.norm(alibi)
+        call = schedule(q, k, v, method)
+        columns = {"dense": [], "fwd": [], "floor": [], "vjp": []}
+        visited = floor(call)[1]
+        for _ in range(args.repeat if not isinstance(method, plsh.Exact) else 3):
+            columns["dense"].append(timed(lambda: dense(q, k, v, slopes)))
+            columns["fwd"].append(timed(forward))
+            columns["floor"].append(floor(call)[0])
+            columns["vjp"].append(timed(vjp))
+        t = {name: statistics.median(x) for name, x in columns.items()}
+        wide = slopes <= 1 / 64
+        waste = visited[wide].sum() / pairs(method, n, slopes)[wide].sum()
+        print(
+            f"{method!r}: {t['fwd'] * 1e3:.1f} ms, {t['dense'] / t['fwd']:.1f}x dense"
+            f" ({t['dense'] * 1e3:.0f} ms); forward/floor {t['fwd'] / t['floor']:.2f};"
+            f" fwd+vjp {(t['fwd'] + t['vjp']) * 1e3:.0f} ms,"
+            f" over 3.5 floors {(t['fwd'] + t['vjp']) / (3.5 * t['floor']):.2f};"
+            f" visited/weighted pairs (sigma >= 64) {waste:.2f};"
+            f" rounding {rounding:.1e}, error against ALiBi {error:.1e}"
+        )
+    for method in methods[:2]:
+        times, sizes = [], []
+        for length in (n, args.long):
+            x = inputs(length)
+
+            def forward(x=x, method=method):
+                return plsh.attention(*x, method=method, causal=True, backend="numpy")
+
+            forward()
+            times.append(statistics.median(timed(forward) for _ in range(3)))
+            sizes.append(peak(forward) - x[0].nbytes / 2**20)
+        print(
+            f"{method!r}: n={args.long} takes {times[1]:.2f} s, {times[1] / times[0]:.2f} times"
+            f" n={n}; peak beyond inputs and output {sizes[0]:.0f} -> {sizes[1]:.0f} MiB"
+        )
+    x = tuple(a[:, :, :128] for a in (q, k, v))
+    for method in methods:
+        small = [
+            timed(lambda m=method: plsh.attention(*x, method=m, causal=True, backend="numpy"), 0)
+            for _ in range(200)
+        ]
+        print(f"{method!r}: n=128 warm {statistics.median(small) * 1e3:.2f} ms")
+    long = inputs(args.long)
+    for method in methods[:2]:
+        fresh = plsh.PositionalLSH(seed=7) if isinstance(method, plsh.PositionalLSH) else method
+        cold = timed(lambda m=fresh: plsh.attention(*long, method=m, causal=True, backend="numpy"))
+        warm = timed(lambda m=fresh: plsh.attention(*long, method=m, causal=True, backend="numpy"))
+        print(f"{method!r}: n={args.long} first call {cold:.2f} s, second {warm:.2f} s")
+
+
+if __name__ == "__main__":
+    main()
