@@ -313,6 +313,8 @@ def check_segments(segment_ids: Any, q: Array, k: Array, kind: str) -> Any:
         if given != kind:
             line = compat.conversion("segment_ids", given, kind)
             raise TypeError(f"segment_ids must be a {kind} array like q, got {given}: {line}")
+        if compat.dtype_name(ids) == "uint64":
+            raise TypeError("segment_ids must fit int64, got dtype uint64; cast them")
         if not compat.dtype_name(ids).startswith(("int", "uint")):
             raise TypeError(
                 f"segment_ids must be integers (equal ids see each other, a negative id is "

@@ -367,11 +367,17 @@ MODULES = (backend, band, scratch, segment, weights, tiles)
 CUTS = {
     "segments": {"SEGMENT": 64},
     "uneven segments": {"SEGMENT": 80},
-    "chunks": {"PAIRS": 1},
-    "tiles": {"ROWS": (8, 16)},
+    "chunks": {"FORWARD": segment.Size(32, 1), "BACKWARD": segment.Size(64, 1)},
+    "tiles": {"FORWARD": segment.Size(8, 1 << 19), "BACKWARD": segment.Size(16, 1 << 18)},
     "blocks": {"PRODUCT": 1},
     "batch groups": {"COPIES": 1},
-    "all": {"SEGMENT": 48, "PAIRS": 3000, "ROWS": (16, 8), "PRODUCT": 1 << 12, "COPIES": 1 << 12},
+    "all": {
+        "SEGMENT": 48,
+        "FORWARD": segment.Size(16, 3000),
+        "BACKWARD": segment.Size(8, 3000),
+        "PRODUCT": 1 << 12,
+        "COPIES": 1 << 12,
+    },
 }
 
 

@@ -443,6 +443,11 @@ SEGMENTS = {
         "segment_ids must be integers (equal ids see each other, a negative id is padding), got "
         "dtype float64",
     ),
+    "too wide": (
+        {"segment_ids": IDS.astype(np.uint64)},
+        TypeError,
+        "segment_ids must fit int64, got dtype uint64; cast them",
+    ),
     "a mask": (
         {"segment_ids": IDS == 0},
         TypeError,

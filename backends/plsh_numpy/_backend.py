@@ -21,7 +21,7 @@ from plsh.weights import DecayWeight
 
 from ._band import Given, backward, forward
 from ._scratch import AnyArray, Scratch
-from ._segment import PAIRS, ROWS, Job
+from ._segment import BACKWARD, FORWARD, Job
 from ._weights import Decay, Steps
 
 SEGMENT = 1 << 13
@@ -162,7 +162,7 @@ class _Call(NamedTuple):
         """
         heads, whole = self.request.static.heads, max(whole, 1)
         pairs = max(self.q.shape[2] * self.k.shape[2], 1)
-        fit = min(PAIRS // pairs, COPIES // self._numbers()) // whole * whole
+        fit = min(BACKWARD.pairs // pairs, COPIES // self._numbers()) // whole * whole
         if fit > 1:
             return [range(h, min(h + fit, heads)) for h in range(0, heads, fit)]
         return [range(h, h + 1) for h in sorted(range(heads), key=lambda h: -self.bandwidths[h])]
@@ -227,7 +227,7 @@ class _Call(NamedTuple):
             widths = np.array(self.bandwidths[heads])
             return Decay(own, widths, causal, keys, self.acc)
         first = q_start + task.rows.start
-        rows = max(ROWS)
+        rows = max(FORWARD.rows, BACKWARD.rows)
         last = first + -(-len(task.rows) // rows) * rows  # the end of the last tile
         if not causal:
             last = max(last, keys.stop)
@@ -251,7 +251,7 @@ class _Call(NamedTuple):
             if scratch.nbytes <= KEPT and len(_FREE) < _cpus():
                 _FREE.append(scratch)
 
-        keys = sum(min(2 * width + ROWS[0], self.k.shape[2]) for width in self.bandwidths)
+        keys = sum(min(2 * width + FORWARD.rows, self.k.shape[2]) for width in self.bandwidths)
         threads = min(len(items), _cpus())
         if threads <= 1 or self.q.shape[0] * self.q.shape[2] * keys < THREADS_PAY:
             work_off()

@@ -17,7 +17,7 @@ import numpy as np
 from plsh.tiles import Chunk
 
 from ._scratch import AnyArray, Scratch
-from ._segment import PAIRS, ROWS, Job, Segment
+from ._segment import BACKWARD, FORWARD, Job, Segment
 from ._weights import LOG2E, Decay
 
 LN2 = math.log(2)
@@ -39,11 +39,11 @@ LIMITS = {
 
 def forward(job: Job, scratch: Scratch, acc: np.dtype[Any], out: AnyArray, lse: AnyArray) -> None:
     """Write a job's rows of ``out (B, G, Nq, Dv)`` and ``lse (B, G, Nq)``."""
-    segment, limits = Segment(job, scratch, acc, ROWS[0]), LIMITS[acc]
+    segment, limits = Segment(job, scratch, acc, FORWARD), LIMITS[acc]
     large = ~(segment.bounds < limits.bound)[..., None, None]  # NaN too
     shifted = bool(large.any())
     clamped = shifted or segment.bound + segment.slant > -limits.floor
-    for chunk in segment.schedule.chunks(PAIRS):
+    for chunk in segment.chunks():
         factor = segment.factor(chunk, scratch)
         for batch in segment.batches(chunk):
             p = scratch.get("p", segment.shape(chunk, batch), acc)
@@ -140,7 +140,7 @@ def backward(
     dlse)``. `key_heads` names the key head of each head. Returns the gradient by the slopes,
     ``(B, G)`` float64, zeros under a step weight.
     """
-    segment, limits = Segment(job, scratch, acc, ROWS[1]), LIMITS[acc]
+    segment, limits = Segment(job, scratch, acc, BACKWARD), LIMITS[acc]
     vt = segment.transpose("vt", segment.v)
     do = segment.copy_queries("do", given.grad_out)
     lse, base = _row_terms(segment, given, do)
@@ -152,7 +152,7 @@ def backward(
     # A visible pair's exponent is at most 0; a hidden one's may be anything, within these.
     spread = segment.bound + segment.slant + float(np.abs(lse).max(initial=0))
     clamped = not spread < -limits.floor
-    for chunk in segment.schedule.chunks(PAIRS):
+    for chunk in segment.chunks():
         factor = segment.factor(chunk, scratch)
         for batch in segment.batches(chunk):
             p, ds = (scratch.get(x, segment.shape(chunk, batch), acc) for x in ("p", "ds"))

@@ -12,10 +12,19 @@ from ._weights import LOG2E, Decay, Steps
 
 PRODUCT = 1 << 18
 """Most multiply-adds of one product. Above, OpenBLAS wakes its threads, which tiles pay dearly."""
-PAIRS = 1 << 18
-"""Pairs of a chunk: fewer cost more calls, more leave the second-level cache."""
-ROWS = (32, 64)
-"""Queries of a tile, forward and backward: fewer visit fewer pairs, more cost fewer sums."""
+
+
+class Size(NamedTuple):
+    """The size of tiles and chunks in one direction; measured."""
+
+    rows: int
+    """Queries of a tile: fewer visit fewer pairs, more add up fewer sums over keys."""
+    pairs: int
+    """Pairs of a chunk: fewer cost more calls, more leave the second-level cache."""
+
+
+FORWARD = Size(32, 1 << 19)
+BACKWARD = Size(64, 1 << 18)
 
 
 class Job(NamedTuple):
@@ -41,13 +50,13 @@ def block_columns(rows: int, reach: int, inner: int) -> int:
 class Segment:
     """Copies of a segment's tokens, in order and zero where there is none, and views of them.
 
-    Column c of the key copies is position ``origin + c``. A tile has at most `most` queries.
+    Column c of the key copies is position ``origin + c``. `size` bounds tiles and chunks.
     """
 
-    def __init__(self, job: Job, scratch: Scratch, acc: np.dtype[Any], most: int) -> None:
-        self.job, self.acc, self.scratch = job, acc, scratch
+    def __init__(self, job: Job, scratch: Scratch, acc: np.dtype[Any], size: Size) -> None:
+        self.job, self.acc, self.scratch, self.size = job, acc, scratch, size
         (self.batch, self.heads), count = job.q.shape[:2], len(job.rows)
-        rows = min(most, 1 << max(count - 1, 0).bit_length())
+        rows = min(size.rows, 1 << max(count - 1, 0).bit_length())
         tiles = -(-count // rows)
         first = job.q_start + job.rows.start + rows * np.arange(tiles)
         reach = job.weight.reach(first, rows)
@@ -111,9 +120,13 @@ class Segment:
         part = x[batch, :, own]
         return part.reshape(*part.shape[:2], chunk.tiles, chunk.rows, x.shape[3])
 
+    def chunks(self) -> Iterator[Chunk]:
+        """Batch neighbouring tiles."""
+        return self.schedule.chunks(self.size.pairs)
+
     def batches(self, chunk: Chunk) -> Iterator[slice]:
         """Cut the batch rows so that a step stays at the size of a chunk."""
-        step = max(1, PAIRS // (self.heads * chunk.tiles * chunk.pairs))
+        step = max(1, self.size.pairs // (self.heads * chunk.tiles * chunk.pairs))
         for b in range(0, self.batch, step):
             yield slice(b, min(b + step, self.batch))
 
