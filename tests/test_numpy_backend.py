@@ -314,7 +314,7 @@ def test_crossing_covers_every_pair():
 def test_logits_of_ten_thousand_in_half_precision():
     """U003: products past float16's range; rows nearly one-hot pick the oracle's key."""
     rng = np.random.default_rng(3)
-    q, k = (900 * rng.uniform(-1, 1, (2, 4, 128, 64)).astype(np.float16) for _ in range(2))
+    q, k = ((900 * rng.uniform(-1, 1, (2, 4, 128, 64))).astype(np.float16) for _ in range(2))
     v, grad_out = rng.standard_normal((2, 2, 4, 128, 64)).astype(np.float16)
     for method in ("exact", "window", "lsh"):
         got = everything(q, k, v, method, (grad_out, None))
