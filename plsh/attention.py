@@ -205,11 +205,13 @@ def attention_vjp(
     lse_shape = tuple(q.shape[:-1])
     if layout == "bshd":
         lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-    _check_like("output.out", out, q, out_shape)
-    _check_like("output.lse", lse, q, lse_shape)
-    _check_like("grad_out", grad_out, q, out_shape)
+    dtype = compat.dtype_name(q)
+    wide = "float64" if dtype == "float64" else "float32"
+    _check_like("output.out", out, q, out_shape, dtype)
+    _check_like("output.lse", lse, q, lse_shape, wide)
+    _check_like("grad_out", grad_out, q, out_shape, dtype)
     if grad_lse is not None:
-        _check_like("grad_lse", grad_lse, q, lse_shape)
+        _check_like("grad_lse", grad_lse, q, lse_shape, wide)
         grad_lse = call.shape.arrange_rows(grad_lse)
     shape = call.shape
     arranged = AttentionOutput(shape.arrange(out), shape.arrange_rows(lse))
@@ -283,10 +285,7 @@ def _prepare(
     batch, heads, len_q, head_dim = q.shape
     len_k = k.shape[2]
     rows = batch if shape.batched else None
-    first_k = rules.check_offset("k_offset", k_offset, kind, rows)
-    if q_offset is None and len_q != len_k:
-        raise rules.missing_offset(len_q, len_k, first_k)
-    first_q = first_k if q_offset is None else rules.check_offset("q_offset", q_offset, kind, rows)
+    first_q, first_k = rules.check_offsets(q_offset, k_offset, (len_q, len_k), kind, rows)
 
     checked = rules.check_slopes(slopes, kind, rows, heads)
     weight, slope_operand, labels = resolve(chosen, checked, slopes_of(heads), heads)
@@ -324,9 +323,12 @@ def _check_kind(backend: Backend, kind: str) -> None:
         )
 
 
-def _check_like(name: str, x: Array, q: Array, shape: tuple[int, ...]) -> None:
+def _check_like(name: str, x: Array, q: Array, shape: tuple[int, ...], dtype: str) -> None:
     rules.check_is_array(name, x)
     if compat.kind(x) != compat.kind(q):
         raise TypeError(f"{name} must be a {compat.kind(q)} array like q, got {compat.kind(x)}")
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
+    if compat.dtype_name(x) != dtype:
+        raise TypeError(f"{name} must have dtype {dtype}, got {compat.dtype_name(x)}")
+    rules.check_same_device(f"q and {name}", q, x)

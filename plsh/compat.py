@@ -6,6 +6,7 @@ array is recognised by the modules of its classes, which costs nothing and which
 about which Dynamo warns).
 """
 
+import contextlib
 import operator
 import sys
 from typing import Any, TypeAlias
@@ -21,7 +22,6 @@ static type of its own yet, so the alias documents and does not check."""
 _NO_ARRAYS = (type(None), int, float, complex, str, bytes, tuple, list)
 _NUMPY = (np.ndarray, np.generic)
 _ROOTS = {"torch": "torch", "jax": "jax", "jaxlib": "jax", "cupy": "cupy"}
-FRAMEWORKS = ("torch", "jax", "cupy")
 
 _TO_NUMPY = {
     "torch": "{0}.detach().cpu().numpy()",
@@ -74,6 +74,16 @@ def dtype_name(x: Array) -> str:
     """Name the dtype without its library, such as ``float32``, ``bfloat16`` or ``int64``."""
     name = getattr(x.dtype, "name", None)
     return name if isinstance(name, str) else str(x.dtype).rpartition(".")[2]
+
+
+def numpy_dtype(name: str) -> npt.DTypeLike:
+    """Return NumPy's dtype of that name; bfloat16 is that of the package ml_dtypes."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        found: npt.DTypeLike = ml_dtypes.bfloat16
+        return found
+    return np.dtype(name)
 
 
 def namespace(x: Array) -> Any:
@@ -146,16 +156,23 @@ def wants_gradient(x: object) -> bool:
     return bool(sys.modules["torch"].is_grad_enabled())
 
 
+def without_autocast(x: Array) -> contextlib.AbstractContextManager[Any]:
+    """Hold off torch's autocast, which would compute wide products in half precision."""
+    if kind(x) != "torch":
+        return contextlib.nullcontext()
+    held: contextlib.AbstractContextManager[Any] = sys.modules["torch"].autocast(
+        x.device.type, enabled=False
+    )
+    return held
+
+
 def to_host(x: Array) -> npt.NDArray[Any]:
-    """Copy a concrete array to NumPy. The caller has asked `is_traced` before."""
+    """Copy a concrete array to NumPy, bfloat16 as float32. The caller has asked `is_traced`."""
     name = kind(x)
     if name == "torch":
         x = x.detach()
-        if dtype_name(x) == "bfloat16":  # NumPy has none of its own
-            x = x.float()
-        return np.array(x.cpu().numpy())
+        return np.array((x.float() if dtype_name(x) == "bfloat16" else x).cpu().numpy())
     if name == "cupy":
         return np.array(x.get())
-    if name == "array-api":
-        return np.array(np.from_dlpack(x))
-    return np.array(x)
+    host = np.array(np.from_dlpack(x) if name == "array-api" else x)
+    return host.astype(np.float32) if host.dtype.name == "bfloat16" else host

@@ -336,25 +336,18 @@ def reduction(
     if partitions.heads not in (1, q.shape[1]):
         raise ValueError(f"partitions must be of 1 or {q.shape[1]} heads, got {partitions.heads}")
     len_q, len_k = q.shape[2], k.shape[2]
-    first_k = rules.check_offset("k_offset", k_offset, kind, None)
-    if q_offset is None and len_q != len_k:
-        raise rules.missing_offset(len_q, len_k, first_k)
-    first_q = first_k if q_offset is None else rules.check_offset("q_offset", q_offset, kind, None)
+    first_q, first_k = rules.check_offsets(q_offset, k_offset, (len_q, len_k), kind, None)
     segments = rules.check_segments(segment_ids, q, k, kind)
     causal = rules.check_flag("causal", causal)
     covered = (partitions.start, partitions.stop)
     rules.check_positions(covered, causal, (first_q, first_k), (len_q, len_k), segments)
-    return reduce_labels(
-        q,
-        k,
-        v,
-        partitions.labels_at(first_q, first_q + len_q),
-        partitions.labels_at(first_k, first_k + max(len_k, 1)),
-        causal,
-        rules.check_scale(scale, q.shape[-1]),
-        (first_q, first_k),
-        segments,
-    )
+    labels_q = partitions.labels_at(first_q, first_q + len_q)
+    labels_k = partitions.labels_at(first_k, first_k + max(len_k, 1))
+    factor = rules.check_scale(scale, q.shape[-1])
+    with compat.without_autocast(q):
+        return reduce_labels(
+            q, k, v, labels_q, labels_k, causal, factor, (first_q, first_k), segments
+        )
 
 
 def reduce_labels(
@@ -380,6 +373,30 @@ def reduce_labels(
         return attend_partitions(queries, keys, labels_q[row], labels_k[row], causal, xp)
 
     return attend_heads(q, k, v, head, offsets, segment_ids, scale, xp)
+
+
+def _check_part(part: Any, first: Any, layout: str) -> None:
+    """Check that `part` is an output with its lse, and like the first."""
+    if not isinstance(part, tuple) or len(part) != 2 or "" in map(compat.kind, part):
+        raise TypeError(f"outputs must be AttentionOutputs (out, lse), got {type(part).__name__}")
+    (out, lse), names = part, ("out", "lse")
+    for x, like, name in zip(part, first, names, strict=True):
+        if compat.kind(x) != compat.kind(first[0]):
+            raise TypeError(
+                f"outputs must be of one array kind, got {compat.kind(first[0])} and "
+                f"{compat.kind(x)} for {name}"
+            )
+        if compat.dtype_name(x) != compat.dtype_name(like) or tuple(x.shape) != tuple(like.shape):
+            raise ValueError(
+                f"outputs must have one shape and dtype, got {name} {tuple(like.shape)} "
+                f"{compat.dtype_name(like)} and {tuple(x.shape)} {compat.dtype_name(x)}"
+            )
+    rows = tuple((compat.swap_heads(out) if layout == "bshd" else out).shape[:-1])
+    if tuple(lse.shape) != rows or compat.dtype_name(lse) not in ("float32", "float64"):
+        raise ValueError(
+            f"lse must have shape {rows} and float32 or float64 with layout={layout!r}, got "
+            f"{tuple(lse.shape)} {compat.dtype_name(lse)}"
+        )
 
 
 def merge(outputs: Sequence[AttentionOutput], *, layout: str = "bhsd") -> AttentionOutput:
@@ -421,16 +438,9 @@ def merge(outputs: Sequence[AttentionOutput], *, layout: str = "bhsd") -> Attent
     parts = list(outputs)
     if not parts:
         raise ValueError("outputs must hold at least one AttentionOutput, got none")
+    layout = rules.check_layout(layout)
     for part in parts:
-        if not isinstance(part, tuple) or len(part) != 2 or compat.kind(part[1]) == "":
-            raise TypeError(
-                f"outputs must be AttentionOutputs (out, lse), got {type(part).__name__}"
-            )
-    if layout not in ("bhsd", "bshd"):
-        raise ValueError(f"layout must be 'bhsd' or 'bshd', got {layout!r}")
-    shapes = {(tuple(out.shape), tuple(lse.shape)) for out, lse in parts}
-    if len(shapes) > 1:
-        raise ValueError(f"outputs must have one shape, got {sorted(shapes)}")
+        _check_part(part, parts[0], layout)
     xp = compat.namespace(parts[0][1])
     dtype = parts[0][1].dtype
     rows = [compat.swap_heads(out) if layout == "bshd" else out for out, _ in parts]

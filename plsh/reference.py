@@ -58,6 +58,10 @@ class ReferenceBackend:
 
     def attend(self, q: Array, k: Array, v: Array, request: Request) -> AttentionOutput:
         """Compute attention of checked arrays ``(B, H, N, D)``."""
+        with compat.without_autocast(q):
+            return self._attend(q, k, v, request)
+
+    def _attend(self, q: Array, k: Array, v: Array, request: Request) -> AttentionOutput:
         static, arrays = request.static, request.arrays
         first_q, first_k = (_read(x) for x in (arrays.q_offset, arrays.k_offset))
         one = _attend_decay if isinstance(static.weight, DecayWeight) else _attend_lsh
@@ -87,8 +91,8 @@ class ReferenceBackend:
     def harness(self) -> Harness:
         """Return the handles for tests and benchmarks, on NumPy arrays."""
         return Harness(
-            asarray=lambda x, dtype, device=None: np.asarray(x).astype(dtype),
-            to_numpy=np.array,
+            asarray=lambda x, dtype, device=None: np.asarray(x).astype(compat.numpy_dtype(dtype)),
+            to_numpy=compat.to_host,
             synchronize=lambda x: None,
         )
 

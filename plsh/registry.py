@@ -8,7 +8,7 @@ breaks the others: the failure is kept, listed, and chained to the error of whoe
 import sys
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
 from .backend import SPEC_VERSION, Availability, Backend, Capabilities, Request
@@ -46,7 +46,7 @@ class _Entry:
 
     point: EntryPoint | None = None
     backend: Backend | None = None
-    failure: BaseException | None = field(default=None)
+    failure: BaseException | None = None
 
     def load(self) -> Backend | None:
         """Load once; a failure is remembered and not retried."""

@@ -50,6 +50,8 @@ def segments_from_lengths(lengths: Any, n: int) -> Array:
         raise ValueError(f"n must be >= 0, got {n}")
     if compat.kind(lengths) not in ("", "numpy"):
         return _from_array(lengths, n)
+    if isinstance(lengths, np.ndarray) and lengths.ndim not in (1, 2):
+        raise ValueError(f"lengths must have shape (B,) or (B, documents), got {lengths.shape}")
     rows = lengths.tolist() if isinstance(lengths, np.ndarray) else lengths
     if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
         raise TypeError(f"lengths must be a sequence of ints, or one of sequences, got {lengths!r}")

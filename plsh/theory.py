@@ -474,12 +474,8 @@ def truncation_error_bound(
     decay = np.asarray(slopes_of(heads) if decay is None else decay, dtype=np.float64)
     decay = np.atleast_2d(decay)[..., None]  # (B or 1, H, 1)
     limit = _widths(width, heads)[:, None]  # (H, 1)
-    first_k = rules.check_offset("k_offset", _host("k_offset", k_offset), "numpy", rows)
-    if q_offset is None and len_q != len_k:
-        raise rules.missing_offset(len_q, len_k, first_k)
-    first_q = first_k
-    if q_offset is not None:
-        first_q = rules.check_offset("q_offset", _host("q_offset", q_offset), "numpy", rows)
+    offsets = _host("q_offset", q_offset), _host("k_offset", k_offset)
+    first_q, first_k = rules.check_offsets(*offsets, (len_q, len_k), "numpy", rows)
     rules.check_positions(None, causal, (first_q, first_k), (len_q, len_k), None)
 
     at = np.reshape(first_q, (-1, 1, 1)) + np.arange(len_q)  # (B or 1, 1, Nq)

@@ -281,6 +281,18 @@ def _position(name: str, value: Any) -> int:
     return position
 
 
+def check_offsets(
+    q_offset: Any, k_offset: Any, lengths: tuple[int, int], kind: str, batch: int | None
+) -> tuple[Any, Any]:
+    """Return both offsets; q_offset=None is k_offset, for queries and keys of one length."""
+    first_k = check_offset("k_offset", k_offset, kind, batch)
+    if q_offset is not None:
+        return check_offset("q_offset", q_offset, kind, batch), first_k
+    if lengths[0] != lengths[1]:
+        raise missing_offset(*lengths, first_k)
+    return first_k, first_k
+
+
 def missing_offset(len_q: int, len_k: int, k_offset: Any) -> ValueError:
     """Build the error for q_offset=None with unequal lengths, naming both usual choices."""
     corner = f"{len_k - len_q} + k_offset"

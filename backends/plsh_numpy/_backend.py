@@ -17,6 +17,7 @@ from plsh.backend import (
     Harness,
     Request,
 )
+from plsh.compat import numpy_dtype, to_host
 from plsh.weights import DecayWeight
 
 from ._band import Given, backward, forward
@@ -28,7 +29,7 @@ SEGMENT = 1 << 13
 """Queries of a job; the keys and values in their reach are copied once."""
 COPIES = 1 << 22
 """Numbers that the copies of the batch rows and heads of one job hold, about."""
-KEPT = 1 << 24
+KEPT = 1 << 25
 """Bytes of the scratch memory of one processor that is kept between calls, at most."""
 THREADS_PAY = 1 << 20
 """Pairs from which a call runs on several threads."""
@@ -109,7 +110,7 @@ class NumpyBackend:
         slopes = request.arrays.slopes
         gradient = None
         if slopes is not None:
-            gradient = by_slope if _per_row(slopes) else by_slope.sum(axis=0)
+            gradient = (by_slope if _per_row(slopes) else by_slope.sum(axis=0)).astype(call.acc)
         return Gradients(
             dq, dk.astype(k.dtype, copy=False), dv.astype(v.dtype, copy=False), gradient
         )
@@ -117,8 +118,8 @@ class NumpyBackend:
     def harness(self) -> Harness:
         """Return the handles for tests and benchmarks."""
         return Harness(
-            asarray=lambda x, dtype, device=None: np.asarray(x).astype(_dtype(dtype)),
-            to_numpy=lambda x: np.array(x, np.float32 if x.dtype.name == "bfloat16" else x.dtype),
+            asarray=lambda x, dtype, device=None: np.asarray(x).astype(numpy_dtype(dtype)),
+            to_numpy=to_host,
             synchronize=lambda x: None,
         )
 
@@ -283,14 +284,6 @@ def _cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _dtype(name: str) -> Any:
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return ml_dtypes.bfloat16
-    return np.dtype(name)
 
 
 BACKEND = NumpyBackend()
