@@ -116,7 +116,7 @@ def attention(
     call = _prepare(
         q, k, v, method, slopes, causal, scale, q_offset, k_offset, segment_ids, layout, backend
     )
-    out, lse = call.backend.attend(call.q, call.k, call.v, call.request)
+    out, lse = _checked(call, call.backend.attend(call.q, call.k, call.v, call.request))
     out = call.shape.restore(out)
     return AttentionOutput(out, call.shape.restore_rows(lse)) if want_lse else out
 
@@ -297,7 +297,7 @@ def _prepare(
         method=method_name(chosen),
         weight=weight,
         causal=causal,
-        scale=rules.check_scale(scale, head_dim),
+        scale=rules.check_scale(scale, head_dim, compat.dtype_name(q)),
         heads=heads,
         kv_heads=k.shape[1],
         head_dim=head_dim,
@@ -310,6 +310,24 @@ def _prepare(
     request = Request(static, Operands(slope_operand, first_q, first_k, segments, labels))
     registry.require(runner, request)
     return _Call(runner, q, k, v, request, shape)
+
+
+def _checked(call: _Call, output: Any) -> AttentionOutput:
+    """Check the form of what a backend returned, so that a faulty one is named at once."""
+    shape = (*call.q.shape[:3], call.v.shape[3])
+    if not isinstance(output, tuple) or len(output) != 2:
+        raise TypeError(
+            f"backend {call.backend.name!r} must return AttentionOutput(out, lse), "
+            f"got {type(output).__name__}"
+        )
+    for name, x, expected in zip(("out", "lse"), output, (shape, shape[:3]), strict=True):
+        if compat.kind(x) != compat.kind(call.q) or tuple(x.shape) != tuple(expected):
+            raise TypeError(
+                f"backend {call.backend.name!r} must return {name} as a {compat.kind(call.q)} "
+                f"array of shape {tuple(expected)}, got {type(x).__name__} "
+                f"{getattr(x, 'shape', '')}"
+            )
+    return AttentionOutput(*output)
 
 
 def _check_kind(backend: Backend, kind: str) -> None:

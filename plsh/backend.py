@@ -194,6 +194,11 @@ class Capabilities:
     transforms: tuple[str, ...] = ()
     max_head_dim: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("arrays", "dtypes", "methods", "transforms"):
+            if isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} must be a tuple of names, got {getattr(self, name)!r}")
+
 
 @dataclass(frozen=True, slots=True)
 class Harness:

@@ -21,6 +21,7 @@ from .partition import MAX_POSITION, PartitionSet, as_range
 
 __all__ = ["FixedBlocks", "IndependentCuts", "PowerLawBinning", "RandomBinning"]
 
+MAX_SAMPLES = 1 << 20
 SAMPLERS = ("iid", "stratified")
 UNIT = 1 << 24
 """Fixed point: widths and shifts are integers in units of 2^-24 token."""
@@ -30,6 +31,7 @@ _EXACT = decimal.Context(prec=80, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX)
 
 Seed: TypeAlias = int | tuple[int, ...]
 IntArray: TypeAlias = npt.NDArray[np.int32]
+FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 
 # --- the stream of random words -----------------------------------------------------------------
@@ -70,6 +72,8 @@ def check_samples(samples: object) -> int:
         raise TypeError(f"samples must be an integer, got {samples!r}")
     if count < 1:
         raise ValueError(f"samples must be >= 1, got {count}")
+    if count > MAX_SAMPLES:
+        raise ValueError(f"samples must be <= 2**20, got {count}")
     return count
 
 
@@ -272,7 +276,9 @@ def _parameter(name: str, value: Any, low: float, *, infinite: bool) -> Any:
         return checked
     if isinstance(values, bool) or not isinstance(values, int | float):
         raise TypeError(f"{name} must be a number or one number per head, got {value!r}")
-    number = math.inf if isinstance(values, int) and values > 1 << 1000 else float(values)
+    if isinstance(values, int) and abs(values) > 1 << 1000:
+        raise ValueError(f"{name} must be in the range of float64, got an int of its own size")
+    number = float(values)
     if not (number > low and (infinite or number < math.inf)):
         limit = "" if infinite else " and finite"
         raise ValueError(f"{name} must be > {low:g}{limit}, got {number}")
@@ -431,18 +437,26 @@ class _WidthFamily(Family):
         draws, key = samples // m, fold_seed(seed)
         width = np.empty((len(head_ids), samples), dtype=np.int64)
         shift = np.empty_like(width)
+        # All heads at once: a quantile costs little, a call of NumPy a microsecond.
+        drawn: list[tuple[int, list[int]]] = []
+        levels: list[int] = []
+        each: list[tuple[float, ...]] = []
         for h, parameters in enumerate(self.per_head(len(head_ids))):
             if self._is_one_block(*parameters):
                 width[h], shift[h] = _ONE_BLOCK, 0
                 continue
             raw = words((key, head_ids[h]), 2 * draws)
             odd = (2 * (raw >> np.uint64(12)) + np.uint64(1)).tolist()  # U = odd / 2^53 in (0, 1)
-            levels = [(g % strata << 53) + u for g, u in enumerate(odd[0::2])]
-            drawn = self._fixed_widths(levels, strata << 53, *parameters)
-            width[h] = np.repeat(np.array(drawn, dtype=np.int64), m)
+            drawn.append((h, odd[1::2]))
+            levels += [(g % strata << 53) + u for g, u in enumerate(odd[0::2])]
+            each += [parameters] * draws
+        widths = iter(self._fixed_widths(levels, strata << 53, *zip(*each, strict=True)))
+        for h, shifts in drawn:
+            own = [next(widths) for _ in shifts]
+            width[h] = np.repeat(np.array(own, dtype=np.int64), m)
             shift[h] = [
                 ((j << 53) + t) * w // (m << 53)
-                for w, t in zip(drawn, odd[1::2], strict=True)
+                for w, t in zip(own, shifts, strict=True)
                 for j in range(m)
             ]
         return Bins(width, shift)
@@ -454,48 +468,51 @@ class _WidthFamily(Family):
         """Return P(width < w) and the density at w, to about 60 digits."""
         raise NotImplementedError
 
-    def _guess(self, p: list[float], q: list[float], *parameters: float) -> tuple[Any, float]:
+    def _guess(self, p: FloatArray, q: FloatArray, *parameters: FloatArray) -> tuple[Any, float]:
         """Return widths in tokens at P = p = 1 - q, and a bound of their relative error."""
         raise NotImplementedError
 
-    def _fixed_widths(self, levels: list[int], scale: int, *parameters: float) -> list[int]:
-        """Return W = 2^24 * Q(level / scale), clamped to [1, 2^30] tokens and correctly rounded."""
-        p = [level / scale for level in levels]
-        q = [(scale - level) / scale for level in levels]
+    def _fixed_widths(
+        self, levels: list[int], scale: int, *parameters: float | Sequence[float]
+    ) -> list[int]:
+        """Return W = 2^24 * Q(level / scale), clamped to [1, 2^30] tokens and correctly rounded.
+
+        A parameter is one number, or one for each level.
+        """
+        if not levels:
+            return []
+        p = np.array([level / scale for level in levels])
+        q = np.array([(scale - level) / scale for level in levels])
+        each = [np.broadcast_to(np.array(x, dtype=np.float64), p.shape) for x in parameters]
         with np.errstate(over="ignore"):  # absurd parameters; the clamp follows
-            approx, error = self._guess(p, q, *parameters)
+            approx, error = self._guess(p, q, *each)
         scaled = np.clip(approx, 1.0, float(MAX_POSITION)) * UNIT
         margin = np.abs(scaled - np.floor(scaled) - 0.5)
         certain = (margin > scaled * error + 2.0**-20) & (scaled < 2.0**48)
         rounded = [int(w) for w in np.rint(scaled)]
-        exact = [Decimal(x) for x in parameters]
-        below = _cached_below(lambda w: self._below(w, *exact))
         for i in np.flatnonzero(~certain).tolist():
             level = _EXACT.divide(Decimal(levels[i]), Decimal(scale))
-            rounded[i] = _round_quantile(below, level, rounded[i])
+            exact = [Decimal(float(x[i])) for x in each]
+            rounded[i] = _round_quantile(self._below, exact, level, rounded[i])
         return rounded
 
 
-def _cached_below(
-    below: Callable[[Decimal], tuple[Decimal, Decimal]],
-) -> Callable[[int], tuple[Decimal, Decimal]]:
-    """Return `below` as a function of the width in units of 2^-25 token."""
-
-    def at(half_units: int) -> tuple[Decimal, Decimal]:
-        with decimal.localcontext(_EXACT):
-            return below(Decimal(half_units) / (2 * UNIT))
-
-    return at
-
-
 def _round_quantile(
-    below: Callable[[int], tuple[Decimal, Decimal]], level: Decimal, guess: int
+    distribution: Callable[..., tuple[Decimal, Decimal]],
+    parameters: list[Decimal],
+    level: Decimal,
+    guess: int,
 ) -> int:
     """Return the integer W with ``P(2^24 w < W - 1/2) < level < P(2^24 w < W + 1/2)``.
 
     Newton's steps inside a bracket that bisection shrinks; the last comparison is the proof. (The
-    quantiles are transcendental at rational levels, so there are no ties.)
+    quantiles that are algebraic have no such form, the others are transcendental: no ties.)
     """
+
+    def below(half_units: int) -> tuple[Decimal, Decimal]:
+        with decimal.localcontext(_EXACT):
+            return distribution(Decimal(half_units) / (2 * UNIT), *parameters)
+
     lowest, highest = UNIT, MAX_POSITION * UNIT
     if below(2 * lowest)[0] >= level:
         return lowest
@@ -561,9 +578,9 @@ class RandomBinning(_WidthFamily):
         decay = (-x).exp()
         return 1 - (1 + x) * decay, x * decay / sigma
 
-    def _guess(self, p: list[float], q: list[float], sigma: float) -> tuple[Any, float]:  # type: ignore[override]
+    def _guess(self, p: FloatArray, q: FloatArray, sigma: FloatArray) -> tuple[Any, float]:  # type: ignore[override]
         # 2^-44 is 16 times the largest error met on 10^6 levels, sigma in [1/4, 2^20].
-        return sigma * _gamma2_quantile(np.array(p), np.array(q)), 2.0**-44
+        return sigma * _gamma2_quantile(p, q), 2.0**-44
 
 
 def _gamma2_quantile(p: npt.NDArray[np.float64], q: npt.NDArray[np.float64]) -> Any:
@@ -629,14 +646,16 @@ class PowerLawBinning(_WidthFamily):
         tail = ((1 + y).ln() * -(1 + r1)).exp()
         return 1 - (1 + (1 + r1) * y) * tail, r1 * (1 + r1) * y * tail / (1 + y) * r2
 
-    def _guess(self, p: list[float], q: list[float], r1: float, r2: float) -> tuple[Any, float]:  # type: ignore[override]
+    def _guess(  # type: ignore[override]
+        self, p: FloatArray, q: FloatArray, r1: FloatArray, r2: FloatArray
+    ) -> tuple[Any, float]:
         # Only a start: no error is claimed, so every width is proven in exact arithmetic.
         a = 1 + r1
-        low, high = np.full(len(q), math.log(r2)), np.full(len(q), math.log(r2) + 21)
+        low, high = np.log(r2), np.log(r2) + 21
         for _ in range(40):
             middle = (low + high) / 2
             y = np.exp(middle)
-            over = np.log1p(a * y) - a * np.log1p(y) < np.log(np.array(q))
+            over = np.log1p(a * y) - a * np.log1p(y) < np.log(q)
             low, high = np.where(over, low, middle), np.where(over, middle, high)
         return np.exp(low) / r2, math.inf
 

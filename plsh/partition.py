@@ -278,7 +278,8 @@ class PartitionSet:
         if self._start == self._stop:
             return np.zeros(self.heads, dtype=np.int64)
         reach = np.arange(self._start, self._stop) - np.maximum(self._labels, self._start)
-        return np.asarray(reach.max(axis=(1, 2)), dtype=np.int64)
+        self._bandwidth = tuple(reach.max(axis=(1, 2)).tolist())  # the labels do not change
+        return np.asarray(self._bandwidth, dtype=np.int64)
 
     def mean_mask(self, head: int) -> npt.NDArray[np.float64]:
         """Return M̃ of one head, dense ``(n, n)`` float64: the mean of its masks. For small n."""

@@ -51,7 +51,7 @@ def attend_block(
     shift = xp.where(seen, top, zero)
     p = xp.where(visible, xp.exp(xp.where(visible, scores - shift, zero)), zero)  # (…, m, l)
     total = xp.where(seen, xp.sum(p, axis=-1, keepdims=True), zero + 1)  # (…, m, 1)
-    out = xp.matmul(p, v) / total  # (…, m, Dv)
+    out = xp.matmul(p / total, v)  # (…, m, Dv); a mean of values is within their range
     lse = xp.where(seen, shift + xp.log(total), dead)  # (…, m, 1)
     return AttentionOutput(out, lse[..., 0])
 
@@ -343,7 +343,7 @@ def reduction(
     rules.check_positions(covered, causal, (first_q, first_k), (len_q, len_k), segments)
     labels_q = partitions.labels_at(first_q, first_q + len_q)
     labels_k = partitions.labels_at(first_k, first_k + max(len_k, 1))
-    factor = rules.check_scale(scale, q.shape[-1])
+    factor = rules.check_scale(scale, q.shape[-1], compat.dtype_name(q))
     with compat.without_autocast(q):
         return reduce_labels(
             q, k, v, labels_q, labels_k, causal, factor, (first_q, first_k), segments

@@ -187,7 +187,7 @@ def _slope_of_head(slopes: Any, h: int, q: Array, xp: Any) -> Array:
 
     Larger slopes cut just as sharply as the limit, whose product with any distance is finite.
     """
-    largest = float(xp.finfo(q.dtype).max) / 2**32
+    largest = float(xp.finfo(q.dtype).max) / 2**31
     if isinstance(slopes, tuple):
         rows = [row[h] for row in slopes] if slopes and isinstance(slopes[0], tuple) else slopes[h]
         clipped = [min(m, largest) for m in rows] if isinstance(rows, list) else min(rows, largest)

@@ -143,6 +143,8 @@ def _check_backend(backend: object, expected: str | None) -> None:
     declared = backend.capabilities()  # type: ignore[attr-defined]
     if not isinstance(declared, Capabilities):
         raise TypeError(f"backend {name!r} must declare a Capabilities, got {declared!r}")
+    if declared.gradients == "vjp" and not callable(getattr(backend, "vjp", None)):
+        raise TypeError(f"backend {name!r} declares gradients 'vjp' and lacks the method vjp")
 
 
 def availability(backend: Backend) -> Availability:
@@ -155,7 +157,10 @@ def availability(backend: Backend) -> Availability:
             f"install a {backend.name} backend for spec {ours}",
         )
     try:
-        return backend.availability()
+        state = backend.availability()
+        if not isinstance(state, Availability):
+            raise TypeError(f"it must return an Availability, got {state!r}")
+        return state
     except Exception as error:  # the contract forbids it, and a plug-in must not break the list
         return Availability(False, f"its availability() raises {error!r}", error)
 
@@ -241,7 +246,12 @@ def require(backend: Backend, request: Request) -> None:
 
 
 def _refusal(backend: Backend, request: Request) -> str | None:
-    return _undeclared(backend, request) or backend.can_run(request)
+    reason = _undeclared(backend, request) or backend.can_run(request)
+    if reason is not None and not isinstance(reason, str):
+        raise TypeError(
+            f"can_run of backend {backend.name!r} must return None or a reason, got {reason!r}"
+        )
+    return reason
 
 
 def _undeclared(backend: Backend, request: Request) -> str | None:

@@ -521,7 +521,7 @@ def _log_geometric_sum(
 def _largest_logits(q: Float, k: Float, scale: float | None) -> Float:
     """Return ``|scale| |q_i| max_j|k_j|``, ``(..., Nq)``, which no logit of row i exceeds."""
     longest = np.max(np.linalg.norm(k, axis=-1), axis=-1, initial=0.0)
-    c = abs(rules.check_scale(scale, q.shape[-1]))
+    c = abs(rules.check_scale(scale, q.shape[-1], "float64"))
     top: Float = c * np.linalg.norm(q, axis=-1) * longest[..., None]
     return top
 

@@ -18,6 +18,7 @@ from .partition import MAX_POSITION
 
 LAYOUTS = ("bhsd", "bshd")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _NUMPY = (np.ndarray, np.generic)  # as a union, torch.compile could not trace it
 
 
@@ -147,8 +148,8 @@ def _shapes(q: Array, k: Array, v: Array) -> str:
     return f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
 
-def check_scale(scale: Any, head_dim: int) -> float:
-    """Return the scale as a float; None is D^-1/2."""
+def check_scale(scale: Any, head_dim: int, dtype: str) -> float:
+    """Return the scale as a float in the range of the accumulation; None is D^-1/2."""
     if scale is None:
         return float(head_dim**-0.5)
     if compat.kind(scale) not in ("", "numpy"):
@@ -166,6 +167,8 @@ def check_scale(scale: Any, head_dim: int) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"scale must be finite, got {number}")
+    if dtype != "float64" and abs(number) > _FLOAT32_MAX:
+        raise ValueError(f"scale must be in the range of float32 for {dtype}, got {number}")
     return number
 
 

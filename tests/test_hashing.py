@@ -150,7 +150,7 @@ def test_float_path_alone_would_round_wrongly():
     wrong = 0
     for sigma, level, _ in near_halves():
         (approx,), _ = RandomBinning(sigma)._guess(
-            [level / (1 << 53)], [((1 << 53) - level) / (1 << 53)], sigma
+            np.array([level / (1 << 53)]), np.array([((1 << 53) - level) / (1 << 53)]), sigma
         )
         (drawn,) = RandomBinning(sigma)._fixed_widths([level], 1 << 53, sigma)
         wrong += round(float(approx) * ONE) != drawn
@@ -160,7 +160,8 @@ def test_float_path_alone_would_round_wrongly():
 def test_float_quantile_is_far_more_accurate_than_its_margin():
     """The margin claimed is 2^-44, 16 times the error that a million levels showed."""
     levels = level_sample(150)
-    p, q = [u / (1 << 53) for u in levels], [((1 << 53) - u) / (1 << 53) for u in levels]
+    p = np.array([u / (1 << 53) for u in levels])
+    q = np.array([((1 << 53) - u) / (1 << 53) for u in levels])
     approx, error = RandomBinning(1.0)._guess(p, q, 1.0)
     assert error == 2.0**-44
     for level, x in zip(levels, approx.tolist(), strict=True):

@@ -1083,3 +1083,45 @@ def test_memory_kept_between_calls_is_bounded(kept):
             assert fresh.submit(held).result() - before < kept + (1 << 16)
     finally:
         tracemalloc.stop()
+
+
+# --- what a stranger found ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("method", ["exact", "lsh"])
+def test_threads_do_not_overwrite_the_key_heads_of_others(method, heads):
+    """Batch rows at listed positions are copies; each worker writes back its own heads only."""
+    x = testing.make_inputs(2, *heads, 300, 300, 8, dtype="float64")
+    call = {"method": method, "slopes": SLOPES[: heads[0]], "causal": True, "backend": "numpy"}
+    results = []
+    for offset in (0, [0, 0]):
+        keywords = {**call, "q_offset": offset, "k_offset": offset}
+        with settings(THREADS_PAY=0, _cpus=lambda: 4):
+            for _ in range(3):
+                output = plsh.attention(*x[:3], return_lse=True, **keywords)
+                results.append(plsh.attention_vjp(*x[:3], output, x.grad_out, **keywords))
+    for grads in results[1:]:
+        for a, b in zip(grads[:3], results[0][:3], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("ids", [[-2, -2, 0, 0, 1, 1], [-2, -1, 0, 0, 1, -2], [-1, -1, 0, 0, 1, 1]])
+def test_padding_of_any_negative_id_sees_nothing(ids):
+    """Also other padding of the same id."""
+    q, k, v = testing.make_inputs(1, 4, 2, 6, 6, 8, dtype="float64")[:3]
+    ids = np.array([ids])
+    out, lse = ours(q, k, v, method="exact", segment_ids=ids)
+    padding = np.broadcast_to((ids < 0)[:, None], lse.shape)
+    assert (np.isneginf(lse) == padding).all()
+    assert not out[padding].any()
+
+
+@pytest.mark.parametrize("backend_name", ["numpy", "reference"])
+@pytest.mark.parametrize("method", ["exact", "window", "lsh"])
+def test_values_near_the_end_of_the_range_average_to_themselves(method, backend_name):
+    """Their weighted sum is past it, their mean is not."""
+    q = np.zeros((1, 2, 400, 4), np.float32)
+    v = np.full_like(q, 3e38)
+    out = plsh.attention(q, q, v, method=method, slopes=0.01, backend=backend_name)
+    np.testing.assert_allclose(out, v, rtol=1e-6)

@@ -95,12 +95,14 @@ class NumpyBackend:
                     grad_out[own],
                     None if grad_lse is None else grad_lse[own],
                 )
-                parts = (dq[own], dk[rows], dv[rows])  # copies where batch rows are listed
+                keys = call.key_heads(task.heads)
+                key = (rows, slice(keys[0], keys[-1] + 1))  # no other worker writes there
+                parts = (dq[own], dk[key], dv[key])  # copies where batch rows are listed
                 by_slope[own] += backward(
-                    call.job(task), scratch, call.acc, given, *parts, call.key_heads(task.heads)
+                    call.job(task), scratch, call.acc, given, *parts, [g - keys[0] for g in keys]
                 )
                 if not isinstance(rows, slice):
-                    dq[own], dk[rows], dv[rows] = parts
+                    dq[own], dk[key], dv[key] = parts
 
         # One worker owns a key head, so that sums are made in one order.
         owned: dict[int, list[_Task]] = {}
@@ -258,8 +260,13 @@ class _Call(NamedTuple):
             work_off()
             return
         with ThreadPoolExecutor(threads) as pool:
-            for done in [pool.submit(work_off) for _ in range(threads)]:
-                done.result()
+            running = [pool.submit(work_off) for _ in range(threads)]
+            try:
+                for done in running:
+                    done.result()
+            except BaseException:  # an interrupt, or a fault: what has not begun need not
+                queue.clear()
+                raise
 
 
 _FREE: deque[Scratch] = deque()

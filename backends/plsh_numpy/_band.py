@@ -60,8 +60,10 @@ def forward(job: Job, scratch: Scratch, acc: np.dtype[Any], out: AnyArray, lse: 
             p *= factor
             segment.hide_segments(p, chunk, batch)
             total, o = _weighted_sum(segment, p, chunk, batch, scratch)
-            log = _finish(total, o, shift, job)
-            bad = ~((total >= limits.least) | (total == 0)).all(axis=-1)  # NaN too
+            o /= np.where(total == 0, 1, total)[..., None]
+            log = _lse(total, shift, job)
+            right = ((total >= limits.least) | (total == 0)) & np.isfinite(o).all(axis=-1)
+            bad = ~right.all(axis=-1)  # lost digits, NaN, or sums past the range
             for i, h, tile in np.argwhere(bad):
                 here = slice(batch.start + int(i), batch.start + int(i) + 1)
                 part = _by_row(segment, chunk.one(int(tile)), here, int(h))
@@ -87,10 +89,9 @@ def _weighted_sum(
     return total, out
 
 
-def _finish(total: AnyArray, out: AnyArray, shift: Any, job: Job) -> AnyArray:
-    """Divide `out` by the sums in place; return the lse, -inf in a row that sees no key."""
+def _lse(total: AnyArray, shift: Any, job: Job) -> AnyArray:
+    """Return the log of the sums, -inf in a row that sees no key."""
     dead = total == 0
-    out /= np.where(dead, 1, total)[..., None]
     log = np.log2(np.where(dead, 1, total), dtype=np.float64) + shift
     return np.where(dead, -np.inf, log * LN2 - job.weight.normaliser)
 
@@ -110,8 +111,12 @@ def _by_row(segment: Segment, chunk: Chunk, batch: slice, head: int) -> tuple[An
     top = np.where(np.isneginf(top), 0, top)  # (1, G, 1, rows)
     for part in parts:
         part -= top[:, :, :, None, :, None]
-    total, out = _weighted_sum(segment, np.exp2(x), chunk, batch, own)
-    log = _finish(total, out, top, segment.job)
+    p = np.exp2(x)
+    total = np.sum([part.sum(axis=(3, 5)) for part in chunk.split(p)], axis=0)
+    for part in chunk.split(p):  # normalised first: a mean of values is within their range
+        part /= np.where(total == 0, 1, total)[:, :, :, None, :, None]
+    out = _weighted_sum(segment, p, chunk, batch, own)[1]
+    log = _lse(total, top, segment.job)
     return out[0, head, 0], log[0, head, 0]
 
 

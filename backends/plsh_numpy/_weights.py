@@ -33,8 +33,8 @@ class Decay:
     def __init__(
         self, slopes: AnyArray, widths: AnyArray, causal: bool, keys: range, dtype: np.dtype[Any]
     ) -> None:
-        # Larger slopes cut just as sharply, and their products with a distance stay finite.
-        self._slopes = np.minimum(slopes, 1e28) * LOG2E
+        # Larger slopes cut just as sharply, and their products with a distance stay in range.
+        self._slopes = np.minimum(slopes, float(np.finfo(dtype).max) / 2**31) * LOG2E
         self._widths, self._causal, self._keys, self._dtype = widths, causal, keys, dtype
         self.steepest = float(self._slopes.max(initial=0.0))
 
