@@ -65,15 +65,15 @@ def check_head_ids(head_ids: object) -> tuple[int, ...] | None:
     return tuple(_word("head_ids", h) for h in head_ids)
 
 
-def check_samples(samples: object) -> int:
-    """Return `samples` as an int >= 1."""
+def check_samples(samples: object, most: float = MAX_SAMPLES) -> int:
+    """Return `samples` as an int from 1 to `most`."""
     count = compat.as_int(samples)
     if count is None:
         raise TypeError(f"samples must be an integer, got {samples!r}")
     if count < 1:
         raise ValueError(f"samples must be >= 1, got {count}")
-    if count > MAX_SAMPLES:
-        raise ValueError(f"samples must be <= 2**20, got {count}")
+    if count > most:
+        raise ValueError(f"samples must be <= {most}, got {count}")
     return count
 
 

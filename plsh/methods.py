@@ -251,7 +251,7 @@ def _resolve_table(table: PartitionSet, slopes: Any, heads: int) -> Resolved:
         raise ValueError("slopes must be None with a PartitionSet, which carries its own widths")
     if table.heads not in (1, heads):
         raise ValueError(f"method must hold partitions of 1 or {heads} heads, got {table.heads}")
-    widths = tuple(table.bandwidth().tolist())
+    widths = table.bandwidths
     widths = widths if table.heads == heads else widths * heads
     weight = TableWeight(table.samples, table.start, table.stop, widths)
     return Resolved(weight, None, table.labels())

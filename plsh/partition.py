@@ -206,6 +206,8 @@ class PartitionSet:
         if isinstance(labels, np.ndarray) and labels.flags.writeable:  # as pickle makes them
             labels = labels.view()
             labels.flags.writeable = False
+        if isinstance(labels, np.ndarray) and bandwidth is None:
+            bandwidth = _reach(labels, start)  # now: when asked for, a compiler would trace it
         self._labels, self._start, self._stop = labels, start, stop
         self._samples, self._bandwidth = samples, bandwidth
 
@@ -222,7 +224,7 @@ class PartitionSet:
 
         For frameworks that rebuild objects from their leaves (a JAX pytree): `labels` is then the
         leaf, possibly traced, and `bandwidth` an upper bound per head that a redraw does not
-        outgrow. None computes it when asked for.
+        outgrow; None computes it, from labels in NumPy.
         """
         self = cls.__new__(cls)
         self._fill(labels, start, stop, samples, bandwidth)
@@ -273,13 +275,15 @@ class PartitionSet:
 
     def bandwidth(self) -> npt.NDArray[np.int64]:
         """Return the largest distance inside one block, for each head: ``(heads,)`` int64."""
-        if self._bandwidth is not None:
-            return np.asarray(self._bandwidth, dtype=np.int64)
-        if self._start == self._stop:
-            return np.zeros(self.heads, dtype=np.int64)
-        reach = np.arange(self._start, self._stop) - np.maximum(self._labels, self._start)
-        self._bandwidth = tuple(reach.max(axis=(1, 2)).tolist())  # the labels do not change
-        return np.asarray(self._bandwidth, dtype=np.int64)
+        return np.asarray(self.bandwidths, dtype=np.int64)
+
+    @property
+    def bandwidths(self) -> tuple[int, ...]:
+        """`bandwidth` as Python numbers."""
+        if self._bandwidth is None:
+            raise ValueError("bandwidth must be given to PartitionSet.unchecked with traced labels")
+        known: tuple[int, ...] = self._bandwidth
+        return known
 
     def mean_mask(self, head: int) -> npt.NDArray[np.float64]:
         """Return M̃ of one head, dense ``(n, n)`` float64: the mean of its masks. For small n."""
@@ -321,6 +325,14 @@ class PartitionSet:
             self._samples,
             self._bandwidth,
         )
+
+
+def _reach(labels: npt.NDArray[np.int32], start: int) -> tuple[int, ...]:
+    """Return for each head the largest distance inside a block from `start` on."""
+    if labels.shape[-1] == 0:
+        return (0,) * len(labels)
+    at = np.arange(start, start + labels.shape[-1], dtype=np.int32)
+    return tuple(int((at - np.maximum(head, start)).max()) for head in labels)
 
 
 def extend_labels(labels: Any, first: int, start: int, stop: int) -> Any:

@@ -125,7 +125,7 @@ def spectral_error_bound(n: int, samples: int, sigma: Any, delta: float | None =
     >>> round(spectral_error_bound(2048, 64, 32.0), 2)
     45.04
     """
-    length, count, scale = _count("n", n), check_samples(samples), psi(sigma)
+    length, count, scale = _count("n", n), check_samples(samples, math.inf), psi(sigma)
     if delta is None:
         ratio = math.log(length) / count
         return scale * (math.sqrt(ratio) + ratio)
@@ -221,7 +221,7 @@ def block_size_bound(sigma: float, samples: int, delta: float) -> int:
     >>> block_size_bound(32.0, 16, 0.01)
     313
     """
-    decay, count = _one_positive("sigma", sigma), check_samples(samples)
+    decay, count = _one_positive("sigma", sigma), check_samples(samples, math.inf)
     target = math.log(count) - math.log(_probability("delta", delta))
     # x - ln(1 + x) = target: convex and increasing, so Newton from above falls to the root.
     x, lower = math.inf, 2.0 * target + 2.0
