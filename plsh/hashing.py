@@ -503,10 +503,10 @@ def _round_quantile(
     level: Decimal,
     guess: int,
 ) -> int:
-    """Return the integer W with ``P(2^24 w < W - 1/2) < level < P(2^24 w < W + 1/2)``.
+    """Return the integer W with ``P(2^24 w < W - 1/2) < level <= P(2^24 w < W + 1/2)``.
 
-    Newton's steps inside a bracket that bisection shrinks; the last comparison is the proof. (The
-    quantiles that are algebraic have no such form, the others are transcendental: no ties.)
+    Newton's steps inside a bracket that bisection shrinks; the last comparison is the proof. A tie,
+    of which none is known, goes down.
     """
 
     def below(half_units: int) -> tuple[Decimal, Decimal]:
@@ -524,7 +524,7 @@ def _round_quantile(
         under, density = below(2 * width - 1)
         if under >= level:
             high = width - 1
-        elif below(2 * width + 1)[0] > level:
+        elif below(2 * width + 1)[0] >= level:
             return width
         else:
             low = width + 1

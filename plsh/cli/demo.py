@@ -25,7 +25,7 @@ NDArray = npt.NDArray[Any]
 _EPILOG = """\
 q, k, v come from the text by a fixed byte n-gram embedding (plsh.cli.text.embed); causal, ALiBi
 slopes, float32. Pairs are those with weight > 0, over all heads; seconds and peak memory (beyond
-the inputs, as tracemalloc sees it) are of one call each, seconds with drawing the partitions; the
+the inputs, as tracemalloc sees it) are of one call each, seconds with placing the blocks; the
 error is the relative Frobenius error of the whole output.
 
 example:

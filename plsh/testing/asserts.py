@@ -264,7 +264,8 @@ def assert_gradients_close(
 ) -> None:
     """Assert that the gradients by q, k, v are right; see `assert_attention_close`.
 
-    `actual` holds them in that order; a fourth is that by the slopes, None to leave it out.
+    `actual` holds them in that order; a fourth is that by the slopes, of the lse's dtype, None to
+    leave it out.
     """
     for name, grad in zip(("q", "k", "v", "slopes"), actual, strict=False):
         if name == "slopes" and grad is None:
@@ -274,7 +275,7 @@ def assert_gradients_close(
             getattr(expected, name),
             getattr(plain, name),
             like=like,
-            dtype=compat.dtype_name(grad) if name == "slopes" else None,
+            dtype=_lse_dtype(like) if name == "slopes" else None,
             factor=BACKWARD,
             terms=getattr(plain.terms, name),
             name=f"gradient by {name}",
