@@ -51,7 +51,8 @@ def slopes_of(heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
     """`alibi_slopes` as Python numbers, which hash and which compilers fold."""
     if isinstance(heads, bool) or not hasattr(heads, "__index__"):
         raise TypeError(f"heads must be an integer, got {heads!r}")
-    max_bias = max_bias.item() if isinstance(max_bias, np.generic) else max_bias
+    if isinstance(max_bias, np.generic | np.ndarray) and max_bias.ndim == 0:
+        max_bias = max_bias.item()
     if isinstance(max_bias, bool) or not isinstance(max_bias, int | float):
         raise TypeError(f"max_bias must be a number, got {max_bias!r}")
     if heads < 0:

@@ -34,6 +34,7 @@ _FROM_NUMPY = {
     "torch": "torch.from_numpy({0})",
     "jax": "jax.numpy.asarray({0})",
     "cupy": "cupy.asarray({0})",
+    "array-api": "xp.asarray({0})",  # xp: the namespace of the others
 }
 
 

@@ -208,10 +208,10 @@ def resolve(method: Method, slopes: Any, default: tuple[float, ...], heads: int)
 
 
 def window_width(slope: float, tol: float) -> int:
-    """Return ``ceil(ln(1/tol) / slope)``; `UNLIMITED` for slope 0."""
+    """Return ``ceil(log(1/tol) / slope)``, in float64 in this order; `UNLIMITED` for slope 0."""
     if slope == 0:
         return UNLIMITED
-    width = -math.log(tol) / slope
+    width = math.log(1 / tol) / slope
     return math.ceil(width) if width < UNLIMITED else UNLIMITED
 
 
@@ -310,7 +310,7 @@ def _check_width(width: Any) -> int | tuple[int, ...]:
 
 
 def _check_tol(tol: Any) -> float:
-    value = tol.item() if hasattr(tol, "item") else tol
+    value = tol.item() if getattr(tol, "ndim", 1) == 0 else tol
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"tol must be a number, got {tol!r}")
     if not 0 < value < 1:

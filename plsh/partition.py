@@ -5,12 +5,13 @@ they are looked up in, so the labels of a chunk, a shard or a decoding step are 
 labels of the whole sequence. The first block of a range may begin before the range.
 """
 
-import operator
 from collections.abc import Iterator
 from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
+
+from . import compat
 
 __all__ = ["Partition", "PartitionSet"]
 
@@ -20,12 +21,20 @@ MAX_POSITION = 1 << 30
 
 def as_range(start: SupportsIndex, stop: SupportsIndex) -> tuple[int, int]:
     """Check that ``[start, stop)`` is a range of positions."""
-    first, last = operator.index(start), operator.index(stop)
+    first, last = _index("start", start), _index("stop", stop)
     if not 0 <= first <= last <= MAX_POSITION:
         raise ValueError(
             f"start and stop must satisfy 0 <= start <= stop <= 2**30, got {first} and {last}"
         )
     return first, last
+
+
+def _index(name: str, value: object) -> int:
+    """Return an integer as an int; a bool is none."""
+    number = compat.as_int(value)
+    if number is None:
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    return number
 
 
 def _integers(name: str, values: npt.ArrayLike, ndim: int) -> npt.NDArray[np.int32]:
@@ -191,7 +200,7 @@ class PartitionSet:
 
     def __init__(self, labels: npt.ArrayLike, start: int = 0) -> None:
         table = _integers("labels", labels, 3)
-        first, last = as_range(start, operator.index(start) + table.shape[-1])
+        first, last = as_range(start, _index("start", start) + table.shape[-1])
         if table.shape[1] < 1:
             raise ValueError(f"labels must hold at least one sample, got shape {table.shape}")
         positions = np.arange(first, last, dtype=np.int32)
@@ -255,8 +264,8 @@ class PartitionSet:
 
         None means the end of the set's range. Costs O(stop - start): it is a view.
         """
-        first = self._start if start is None else operator.index(start)
-        last = self._stop if stop is None else operator.index(stop)
+        first = self._start if start is None else _index("start", start)
+        last = self._stop if stop is None else _index("stop", stop)
         if not self._start <= first <= last <= self._stop:
             raise ValueError(
                 f"start and stop must lie inside [{self._start}, {self._stop}), "
@@ -287,7 +296,7 @@ class PartitionSet:
 
     def mean_mask(self, head: int) -> npt.NDArray[np.float64]:
         """Return M̃ of one head, dense ``(n, n)`` float64: the mean of its masks. For small n."""
-        rows = self._labels[operator.index(head)]  # (s, n)
+        rows = self._labels[_index("head", head)]  # (s, n)
         total = np.zeros((rows.shape[-1],) * 2)
         for row in rows:
             total += row[:, None] == row[None, :]
@@ -295,7 +304,7 @@ class PartitionSet:
 
     def __getitem__(self, index: tuple[int, int]) -> Partition:
         head, sample = index
-        row = self._labels[operator.index(head), operator.index(sample)]
+        row = self._labels[_index("head", head), _index("sample", sample)]
         if self._start == self._stop:
             return Partition(self._start, self._stop, [self._stop])
         return Partition(self._start, self._stop, np.append(np.unique(row), self._stop))
@@ -339,8 +348,11 @@ def extend_labels(labels: Any, first: int, start: int, stop: int) -> Any:
     """Return labels of ``[start, stop)`` from labels that begin at `first`, ends repeated."""
     if labels.shape[-1] == 0:
         return np.zeros((*labels.shape[:-1], stop - start), dtype=np.int32)
-    last = labels.shape[-1] - 1
-    return labels[..., np.clip(np.arange(start, stop) - first, 0, last)]
+    index = np.clip(np.arange(start, stop) - first, 0, labels.shape[-1] - 1)
+    if compat.kind(labels) != "array-api":
+        return labels[..., index]
+    xp = compat.namespace(labels)
+    return xp.take(labels, xp.asarray(index, device=compat.device(labels)), axis=-1)
 
 
 def _short(values: npt.NDArray[Any]) -> str:

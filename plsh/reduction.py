@@ -247,6 +247,7 @@ def attend_heads(
         ids_q, ids_k = seen, hidden
         k, v = (_one_zero_token(x, xp) for x in (k, v))
     if ids_q is not None and ids_k is not None:
+        ids_q, ids_k = _comparable(ids_q, xp), _comparable(ids_k, xp)
         q = _zero_padding(q, ids_q, xp)
         k, v = _zero_padding(k, ids_k, xp), _zero_padding(v, ids_k, xp)
     if heads == 0:
@@ -265,6 +266,12 @@ def attend_heads(
 def _one_zero_token(x: Array, xp: Any) -> Array:
     shape = (*x.shape[:2], 1, x.shape[3])
     return xp.concat([x, xp.zeros(shape, dtype=x.dtype, device=compat.device(x))], axis=2)
+
+
+def _comparable(ids: Array, xp: Any) -> Array:
+    """Widen unsigned ids, of which torch compares uint8 only."""
+    unsigned = compat.kind(ids) == "torch" and compat.dtype_name(ids).startswith("uint")
+    return xp.astype(ids, xp.int64) if unsigned else ids
 
 
 def _zero_padding(x: Array, ids: Array, xp: Any) -> Array:

@@ -201,7 +201,8 @@ class Segment:
         ids_q, ids_k = self.job.ids
         queries = np.full((p.shape[0], chunk.tiles * chunk.rows), -1, dtype=np.int64)
         own = ids_q[batch, self.rows(chunk)]
-        queries[:, : own.shape[1]] = np.maximum(own, -1)
+        queries[:, : own.shape[1]] = own  # of any integer dtype, unsigned too
+        np.maximum(queries, -1, out=queries)
         keys = np.full((p.shape[0], 1, self.keys, 1), -2, dtype=np.int64)
         keys[:, 0, self.held, 0] = ids_k[batch, self.source]
         keys[keys < 0] = -2  # padding matches nothing
