@@ -27,7 +27,7 @@ __all__ = [
     "Static",
 ]
 
-SPEC_VERSION = "1.0"
+SPEC_VERSION = "1.1"
 """Version of ``spec/`` that this core implements. A backend of another major is unavailable."""
 
 
@@ -182,7 +182,8 @@ class Capabilities:
     gradients : {"vjp", "autograd"} or None
         "vjp": the backend has `vjp`. "autograd": the framework differentiates `attend`.
     transforms : tuple of str
-        Of jvp, jit, vmap, compile, second_order: what may be applied to `plsh.attention`.
+        Of jvp, jit, vmap, compile, second_order: what may be applied to `plsh.attention`, on every
+        kind of arrays that has it (spec: TRF).
     max_head_dim : int or None
         Largest D and Dv; None for no limit.
     """
@@ -216,8 +217,10 @@ class Harness:
         Devices to test on; the first is the default.
     vjp : callable or None
         ``vjp(f, inputs, cotangents) -> gradients``, for a function of arrays to a tuple of arrays.
-    jvp, jit, vmap, compile : callable or None
-        The framework's transforms, where declared.
+    jvp : callable or None
+        ``jvp(f, inputs, tangents) -> (outputs, their tangents)``.
+    jit, vmap, compile : callable or None
+        The framework's transforms of a function; ``vmap(f, in_axes=…)``.
     """
 
     asarray: Callable[..., Array]
@@ -260,4 +263,7 @@ class Backend(Protocol):
         """Compute attention of checked arrays ``(B, H, N, D)``."""
 
     def harness(self) -> Harness:
-        """Return the handles for tests and benchmarks. May import the framework."""
+        """Return the handles for tests and benchmarks, on the first kind of `arrays` declared.
+
+        May import the framework. `plsh.testing.harness_for` makes those of the known libraries.
+        """

@@ -1,6 +1,7 @@
 """The command line ``plsh``: one module a command, and `main`, which never shows a traceback.
 
-Exit status: 0 done, 2 wrong usage or input, 130 interrupted, 141 the reader of the output left.
+Exit status: 0 done, 1 a backend does not conform, 2 wrong usage or input, 130 interrupted, 141 the
+reader of the output left.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from .. import __version__
 from ..errors import BackendUnavailableError, UnknownBackendError, UnsupportedByBackendError
 from .backends import add_command as add_backends
 from .common import CliError, Parser
+from .conformance import add_command as add_conformance
 from .demo import add_command as add_demo
 from .plan import add_command as add_plan
 from .run import add_command as add_run
@@ -26,6 +28,7 @@ examples:
   plsh run --input qkv.npz --output out.npz     attention of your own arrays
   plsh plan --length 65536 --causal             what to expect before running
   plsh backends                                 who can compute here
+  plsh conformance numpy                        whether a backend does what the standard says
 """
 
 
@@ -84,8 +87,9 @@ def _dispatch(argv: Sequence[str] | None) -> int:
     if unknown:
         _complain(args.prog, f"unrecognized arguments: {' '.join(unknown)}")
         return 2
+    status: int | None
     try:
-        args.call(args)
+        status = args.call(args)
     except (
         CliError,
         UnknownBackendError,
@@ -97,7 +101,7 @@ def _dispatch(argv: Sequence[str] | None) -> int:
     except MemoryError as error:
         _complain(args.prog, f"out of memory: {error}")
         return 2
-    return 0
+    return status or 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=Parser
     )
-    for add_command in (add_demo, add_run, add_backends, add_plan):
+    for add_command in (add_demo, add_run, add_backends, add_plan, add_conformance):
         add_command(commands)
     return parser
 

@@ -35,7 +35,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(
-    commands: Any, name: str, call: Callable[[argparse.Namespace], None], summary: str, epilog: str
+    commands: Any,
+    name: str,
+    call: Callable[[argparse.Namespace], int | None],
+    summary: str,
+    epilog: str,
 ) -> argparse.ArgumentParser:
     """Add the parser of a command that runs `call`."""
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -115,7 +119,8 @@ def describe(method: Method) -> str:
 def progress(prog: str, what: str, total: int, show: bool) -> Iterator[Callable[[], None]]:
     """Give a function to call after each of `total` steps; it reports on the standard error.
 
-    With tqdm (extra ``cli``) as a bar, else as plain lines.
+    With tqdm (extra ``cli``) as a bar, else as plain lines, about 20 of them if there are more
+    steps.
     """
     if not show:
         yield lambda: None
@@ -128,7 +133,8 @@ def progress(prog: str, what: str, total: int, show: bool) -> Iterator[Callable[
         def step() -> None:
             nonlocal done
             done += 1
-            print(f"{prog}: {what} {done}/{total}", file=sys.stderr, flush=True)
+            if done % max(1, total // 20) == 0 or done == total:
+                print(f"{prog}: {what} {done}/{total}", file=sys.stderr, flush=True)
 
         yield step
         return

@@ -3,6 +3,7 @@
 from .asserts import (
     BACKWARD,
     FORWARD,
+    Measured,
     PlainResult,
     assert_attention_close,
     assert_equal_to_rounding,
@@ -11,6 +12,7 @@ from .asserts import (
     assert_output_close,
     plain_attention,
 )
+from .harness import double_precision, harness_for
 from .inputs import AttentionInputs, make_inputs, round_to
 from .oracle import OracleResult, decay_weight, oracle, step_weight, visibility
 
@@ -18,6 +20,7 @@ __all__ = [
     "BACKWARD",
     "FORWARD",
     "AttentionInputs",
+    "Measured",
     "OracleResult",
     "PlainResult",
     "assert_attention_close",
@@ -26,6 +29,8 @@ __all__ = [
     "assert_identical",
     "assert_output_close",
     "decay_weight",
+    "double_precision",
+    "harness_for",
     "make_inputs",
     "oracle",
     "plain_attention",

@@ -22,6 +22,7 @@ from .oracle import OracleResult, decay_weight, visibility
 __all__ = [
     "BACKWARD",
     "FORWARD",
+    "Measured",
     "PlainResult",
     "assert_attention_close",
     "assert_equal_to_rounding",
@@ -38,6 +39,22 @@ _ORACLE = 8 * 2.0**-52
 """Rounding of the oracle itself, relative."""
 
 _EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+
+
+class Measured(NamedTuple):
+    """What an assertion measured.
+
+    Attributes
+    ----------
+    name : str
+        Of the array.
+    error, tolerance : float
+        Largest error against the oracle, and the largest that passes.
+    """
+
+    name: str
+    error: float
+    tolerance: float
 
 
 class Terms(NamedTuple):
@@ -182,7 +199,7 @@ def assert_attention_close(
     factor: float = FORWARD,
     terms: float = 0.0,
     name: str = "out",
-) -> None:
+) -> Measured:
     """Assert that `actual` is as near the oracle as the plain computation, within a factor.
 
     Namespace, dtype, shape and device are checked first; a NaN on either side fails, and so does
@@ -207,6 +224,11 @@ def assert_attention_close(
     name : str, default "out"
         What the message calls it.
 
+    Returns
+    -------
+    Measured
+        The error and the tolerance.
+
     Raises
     ------
     AssertionError
@@ -219,13 +241,14 @@ def assert_attention_close(
     Examples
     --------
     >>> x = np.ones((1, 1, 2, 3))
-    >>> assert_attention_close(x, x, x, like=x)
+    >>> assert_attention_close(x, x, x, like=x).error
+    0.0
     """
     _check_form(actual, np.shape(expected), like, dtype, name)
     values = compat.to_host(actual).astype(np.float64)
     finite = _check_infinities(values, np.asarray(expected, dtype=np.float64), name)
     if not np.any(finite):
-        return
+        return Measured(name, 0.0, 0.0)
     reference = np.asarray(expected, dtype=np.float64)[finite]
     error = float(np.max(np.abs(values[finite] - reference)))
     with np.errstate(invalid="ignore"):
@@ -240,15 +263,16 @@ def assert_attention_close(
             f"{name}: error {error:.3e} is above the tolerance {tolerance:.3e} = {factor:g} * "
             f"(plain error {own:.3e} + eps * {size:.3g} + {allowed:.1e})"
         )
+    return Measured(name, error, tolerance)
 
 
 def assert_output_close(
     actual: AttentionOutput, expected: OracleResult, plain: PlainResult, *, like: Any
-) -> None:
+) -> list[Measured]:
     """Assert that an output and its lse are right; see `assert_attention_close`."""
-    assert_attention_close(actual.out, expected.out, plain.out, like=like)
+    out = assert_attention_close(actual.out, expected.out, plain.out, like=like)
     # The lse is a logarithm: rounding of the sum is absolute in it, also where it is near 0.
-    assert_attention_close(
+    lse = assert_attention_close(
         actual.lse,
         expected.lse,
         plain.lse,
@@ -257,29 +281,46 @@ def assert_output_close(
         terms=1.0,
         name="lse",
     )
+    return [out, lse]
 
 
 def assert_gradients_close(
-    actual: Any, expected: OracleResult, plain: PlainResult, *, like: Any
-) -> None:
+    actual: Any,
+    expected: OracleResult,
+    plain: PlainResult,
+    *,
+    like: Any,
+    from_lse: bool = False,
+) -> list[Measured]:
     """Assert that the gradients by q, k, v are right; see `assert_attention_close`.
 
     `actual` holds them in that order; a fourth is that by the slopes, of the lse's dtype, None to
-    leave it out.
+    leave it out. With `from_lse` they were made from an lse and an output that had been rounded,
+    as by `plsh.attention_vjp`: every term then has an error of eps times the lse, and all terms of
+    a gradient by a slope share the rounding of the output.
     """
+    lse = float(np.max(np.abs(expected.lse), initial=1, where=np.isfinite(expected.lse)))
+    shared = _EPS[compat.dtype_name(like)] / _EPS["float32"]
+    measured = []
     for name, grad in zip(("q", "k", "v", "slopes"), actual, strict=False):
         if name == "slopes" and grad is None:
             continue
-        assert_attention_close(
-            grad,
-            getattr(expected, name),
-            getattr(plain, name),
-            like=like,
-            dtype=_lse_dtype(like) if name == "slopes" else None,
-            factor=BACKWARD,
-            terms=getattr(plain.terms, name),
-            name=f"gradient by {name}",
+        terms = getattr(plain.terms, name)
+        if from_lse:
+            terms *= max(lse, shared) if name == "slopes" else lse
+        measured.append(
+            assert_attention_close(
+                grad,
+                getattr(expected, name),
+                getattr(plain, name),
+                like=like,
+                dtype=_lse_dtype(like) if name == "slopes" else None,
+                factor=BACKWARD,
+                terms=terms,
+                name=f"gradient by {name}",
+            )
         )
+    return measured
 
 
 def assert_equal_to_rounding(

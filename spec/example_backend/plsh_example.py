@@ -1,15 +1,15 @@
-"""A minimal backend of plsh: NumPy, dense, one page. Its entry point is in pyproject.toml."""
+"""A minimal backend of plsh: NumPy, one page. Its entry point is in pyproject.toml."""
 
 import numpy as np
 
-from plsh.backend import AttentionOutput, Availability, Capabilities, Harness
+from plsh.backend import AttentionOutput, Availability, Capabilities
+from plsh.testing import harness_for
 
 
 class ExampleBackend:
-    """Positional LSH from the n x n weights, which a real backend must not form."""
+    """Positional LSH, a few queries at a time against all keys; a real backend skips far keys."""
 
-    name = "example"
-    spec_version = "1.0"
+    name, spec_version = "example", "1.1"
 
     def availability(self):
         """Say whether it can be used here; the absence of a library would be a reason not to."""
@@ -25,31 +25,35 @@ class ExampleBackend:
         return None if all(isinstance(x, int) for x in offsets) else "its rows share one offset"
 
     def attend(self, q, k, v, request):
-        """Compute attention of checked arrays (B, H, N, D)."""
-        static, arrays = request.static, request.arrays
-        first_q, first_k = arrays.q_offset, arrays.k_offset
-        k, v = (np.repeat(x, static.heads // static.kv_heads, axis=1) for x in (k, v))
-        label_q = request.labels(first_q, first_q + q.shape[2])  # (H or 1, s, Nq)
-        label_k = request.labels(first_k, first_k + k.shape[2])  # (H or 1, s, Nk)
-        weight = (label_q[..., :, None] == label_k[..., None, :]).mean(axis=1)[None]  # (1, H, …)
-        if static.causal:
-            ahead = np.arange(q.shape[2])[:, None] + first_q - first_k
-            weight = weight * (np.arange(k.shape[2])[None, :] <= ahead)
-        if arrays.segment_ids is not None:
-            of_q, of_k = arrays.segment_ids[0][:, :, None], arrays.segment_ids[1][:, None, :]
-            weight = weight * ((of_q == of_k) & (of_q >= 0))[:, None]
+        """Compute attention of checked arrays (B, H, N, D): no n x n array is ever formed."""
+        k, v = (np.repeat(x, q.shape[1] // max(x.shape[1], 1), axis=1) for x in (k, v))
+        ids = request.arrays.segment_ids or tuple(np.zeros((len(x), x.shape[2])) for x in (q, k))
+        pad_q, pad_k = ((x < 0)[:, None, :, None] for x in ids)
+        q, k, v = np.where(pad_q, 0, q), np.where(pad_k, 0, k), np.where(pad_k, 0, v)
+        tiles = [self.rows(q, k, v, ids, request, i) for i in range(0, max(q.shape[2], 1), 16)]
+        return AttentionOutput(*(np.concatenate(x, axis=2) for x in zip(*tiles, strict=True)))
+
+    def rows(self, q, k, v, ids, request, i):
+        """Attend from 16 queries, i and on; return out (B, H, n, Dv) and lse (B, H, n)."""
+        q, of_q, of_k = q[:, :, i : i + 16], ids[0][:, i : i + 16, None], ids[1][:, None, :]
+        first, start = request.arrays.q_offset + i, request.arrays.k_offset
+        label_q = request.labels(first, first + q.shape[2])  # (H or 1, s, n)
+        label_k = request.labels(start, start + k.shape[2])  # (H or 1, s, Nk)
+        weight = (label_q[..., :, None] == label_k[..., None, :]).mean(axis=1)[None]
+        weight = weight * ((of_q == of_k) & (of_q >= 0))[:, None]  # (B, H, n, Nk)
+        if request.static.causal:
+            weight = np.tril(weight, first - start)  # a key's position is at most the query's
         with np.errstate(divide="ignore"):  # log 0 is -inf: no weight, or no key at all
-            scores = static.scale * (q @ np.swapaxes(k, -1, -2)) + np.log(weight)
+            scores = request.static.scale * (q @ np.swapaxes(k, -1, -2)) + np.log(weight)
             top = scores.max(axis=-1, keepdims=True, initial=np.finfo(q.dtype).min)
             p = np.exp(scores - top)
             total = p.sum(axis=-1, keepdims=True)
-            lse = (np.log(total) + top)[..., 0]
-        out = p @ v / np.where(total > 0, total, 1)
-        return AttentionOutput(out.astype(q.dtype), lse.astype(q.dtype))
+            lse = (np.log(total) + top)[..., 0].astype(q.dtype)
+        return (p @ v / np.where(total > 0, total, 1)).astype(q.dtype), lse
 
     def harness(self):
         """Return the handles for tests and benchmarks."""
-        return Harness(lambda x, dtype, device=None: np.asarray(x, dtype), np.array, lambda x: None)
+        return harness_for("numpy")
 
 
 BACKEND = ExampleBackend()
