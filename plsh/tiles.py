@@ -105,10 +105,6 @@ class Chunk(NamedTuple):
             at += size
         return views
 
-    def one(self, tile: int) -> "Chunk":
-        """Return the chunk of one of its tiles, as wide as the whole."""
-        return self._replace(tile=self.tile + tile, tiles=1)
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -139,6 +135,11 @@ class Schedule:
     def widest(self) -> Chunk:
         """One tile with the most blocks of all on either side."""
         return Chunk(0, 1, self.rows, self.columns, int(self.left.max()), int(self.right.max()))
+
+    def one(self, tile: int) -> Chunk:
+        """Return the chunk of one tile."""
+        left, right = int(self.left[tile]), int(self.right[tile])
+        return Chunk(tile, 1, self.rows, self.columns, left, right)
 
     def chunks(self, most: int) -> Iterator[Chunk]:
         """Batch neighbouring tiles while their pairs, padded to the widest, are at most `most`."""

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import subprocess
 import sys
+import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -1125,3 +1126,57 @@ def test_values_near_the_end_of_the_range_average_to_themselves(method, backend_
     v = np.full_like(q, 3e38)
     out = plsh.attention(q, q, v, method=method, slopes=0.01, backend=backend_name)
     np.testing.assert_allclose(out, v, rtol=1e-6)
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+def seconds(f, count=1):
+    """Return the least time of `count` calls."""
+    found = []
+    for _ in range(count):
+        start = time.perf_counter()
+        f()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+@pytest.mark.parametrize("method", ["exact", "window", "lsh"])
+def test_a_short_warm_call_costs_at_most_a_millisecond_over_its_arithmetic(method):
+    """n=128, 8 heads of 64: two products of tiles, exponentials, sums, a division."""
+    q, k, v = testing.make_inputs(1, 8, 8, 128, 128, 64, dtype="float32")[:3]
+
+    def call():
+        plsh.attention(q, k, v, method=method, causal=True, backend="numpy")
+
+    queries = q.reshape(8, 4, 1, 32, 64)
+    keys, values = (x.reshape(8, 1, 4, 32, 64) for x in (k, v))
+
+    def arithmetic():
+        p = np.matmul(queries, keys.swapaxes(-1, -2))
+        np.exp2(p, out=p)
+        out = np.matmul(p, values).sum(axis=2)
+        out /= p.sum(axis=(2, 4))[..., None]
+
+    pairs = [(seconds(call, 20), seconds(arithmetic, 20)) for _ in range(20)]
+    own, bare = (min(x) for x in zip(*pairs, strict=True))
+    assert own - bare < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lsh", "window"])
+def test_a_cold_first_call_takes_at_most_three_warm_ones(method):
+    """n=65536: no partitions drawn, no memory held. Two heads, for time."""
+    q, k, v = testing.make_inputs(1, 2, 2, 65536, 65536, 64, dtype="float32")[:3]
+    kinds = {"lsh": lambda seed: plsh.PositionalLSH(seed=seed), "window": lambda _: plsh.Window()}
+    cold, warm = [], []
+    for seed in range(3):
+        call = {"method": kinds[method](10_000 + seed), "slopes": [1 / 16, 1 / 64]}
+
+        def run(call=call):
+            plsh.attention(q, k, v, causal=True, backend="numpy", **call)
+
+        backend._FREE.clear()
+        cold.append(seconds(run))
+        warm.append(seconds(run))
+    assert min(cold) < 3 * min(warm)

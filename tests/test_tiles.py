@@ -145,6 +145,9 @@ def test_chunks_cover_all_tiles_once_within_their_bound(grid, wanted):
             max(chunk.right, int(schedule.right[after_it.tile])),
         )  # fmt: skip
         assert both.tiles * both.pairs > most
+    for tile in range(first.size):
+        wide = int(schedule.left[tile]), int(schedule.right[tile])
+        assert schedule.one(tile) == (tile, 1, grid["rows"], grid["columns"], *wide)
     widest = schedule.widest
     assert (widest.tiles, widest.left, widest.right) == (
         1, schedule.left.max(), schedule.right.max()
@@ -170,7 +173,6 @@ def test_split_lays_out_left_diagonal_right(left, right):
         for column in range(blocks * columns)
     ]
     assert positions == list(range(-3 * left, 4 + 3 * right))
-    assert chunk.one(1) == chunk._replace(tile=6, tiles=1)
 
 
 @given(partitions(0, 60), st.integers(0, 59))

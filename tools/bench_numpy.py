@@ -112,16 +112,12 @@ def floor(call):
     def run(item, scratch):
         task, segment = item
         for chunk in segment.chunks():
-            p = scratch.get("p", (1, 1, chunk.tiles, chunk.pairs), call.acc)
             batch = slice(0, 1)
-            q = segment.tiles(segment.q, chunk, batch)[:, :, :, None]
-            for side, view in enumerate(chunk.split(p)):
-                if view.size:
-                    keys = segment.window(segment.kt.swapaxes(-1, -2), chunk, side, batch)
-                    np.matmul(q, keys.swapaxes(-1, -2), out=view)
-                    values = segment.window(segment.v, chunk, side, batch)
-                    o = scratch.get("product", (*view.shape[:-1], D), call.acc)
-                    np.matmul(view, values, out=o)
+            p = scratch.get("p", segment.shape(chunk, batch), call.acc)
+            keys = segment.keys(segment.kt, chunk, batch)
+            np.matmul(segment.tiles(segment.q, chunk, batch), keys, out=p)
+            o = scratch.get("product", (*p.shape[:-1], D), call.acc)
+            np.matmul(p, segment.keys(segment.v, chunk, batch), out=o)
             visited[task.heads.start] += chunk.tiles * chunk.pairs
 
     time.sleep(0.2)

@@ -24,7 +24,7 @@ from ._scratch import AnyArray, Scratch
 from ._segment import BACKWARD, FORWARD, Job
 from ._weights import Decay, Steps
 
-SEGMENT = 1 << 13
+SEGMENT = 1 << 12
 """Queries of a job; the keys and values in their reach are copied once."""
 COPIES = 1 << 22
 """Numbers that the copies of the batch rows and heads of one job hold, about."""
@@ -227,8 +227,7 @@ class _Call(NamedTuple):
             widths = np.array(self.bandwidths[heads])
             return Decay(own, widths, causal, keys, self.acc)
         first = q_start + task.rows.start
-        rows = max(FORWARD.rows, BACKWARD.rows)
-        last = first + -(-len(task.rows) // rows) * rows  # the end of the last tile
+        last = first + len(task.rows) + max(FORWARD.rows, BACKWARD.rows)  # after the last tile
         if not causal:
             last = max(last, keys.stop)
         if len(task.heads) > 1:
@@ -236,7 +235,8 @@ class _Call(NamedTuple):
             labels = np.broadcast_to(labels, (len(self.bandwidths), *labels.shape[1:]))[heads]
         else:
             labels = self.request.labels(first, last, task.heads.start)[None]
-        return Steps(labels, first, causal, keys, self.acc)
+        width = max(self.bandwidths[heads])
+        return Steps(labels, first, width, causal, keys, self.acc)
 
     def run(self, work: Callable[[Any, Scratch], None], items: list[Any]) -> None:
         """Run independent pieces of work, on threads if there is enough to do."""

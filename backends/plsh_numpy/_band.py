@@ -2,7 +2,7 @@
 
 For each chunk of tiles, each step one batched product or one pass over contiguous memory:
 
-    S = q k^T + bias        E = exp2(S - shift)        P = E * factor        out = P v / sum(P)
+    S = q k^T + bias        E = exp2(S - shift)        P = E * factors        out = P v / sum(P)
 
 Logits are in units of log2, whose exponential takes half the time. The shift is one number a
 tile, the largest logit there, hidden pairs included; it is left out where the norms of q and k
@@ -17,7 +17,7 @@ import numpy as np
 from plsh.tiles import Chunk
 
 from ._scratch import AnyArray, Scratch
-from ._segment import BACKWARD, FORWARD, Job, Segment
+from ._segment import BACKWARD, FORWARD, Job, Segment, flat
 from ._weights import LOG2E, Decay
 
 LN2 = math.log(2)
@@ -40,83 +40,80 @@ LIMITS = {
 def forward(job: Job, scratch: Scratch, acc: np.dtype[Any], out: AnyArray, lse: AnyArray) -> None:
     """Write a job's rows of ``out (B, G, Nq, Dv)`` and ``lse (B, G, Nq)``."""
     segment, limits = Segment(job, scratch, acc, FORWARD), LIMITS[acc]
-    large = ~(segment.bounds < limits.bound)[..., None, None]  # NaN too
+    large = ~(segment.bounds < limits.bound)[:, :, None]  # NaN too
     shifted = bool(large.any())
     clamped = shifted or segment.bound + segment.slant > -limits.floor
+    shape = (*segment.q.shape[:4], job.v.shape[3])  # (B, G, tiles, rows, Dv)
+    o, total = scratch.get("o", shape, acc), np.empty(shape[:4], dtype=acc)
+    shift = np.zeros((*shape[:3], 1), dtype=acc)
     for chunk in segment.chunks():
-        factor = segment.factor(chunk, scratch)
+        own = slice(chunk.tile, chunk.tile + chunk.tiles)
+        factors = job.weight.factors(chunk, scratch)
         for batch in segment.batches(chunk):
             p = scratch.get("p", segment.shape(chunk, batch), acc)
             segment.scores(chunk, batch, p)
-            shift: Any = 0.0
             if shifted:
                 # 0 in a small row, so that it does not depend on its mates.
-                top = np.fmax.reduce(p, axis=-1, keepdims=True)  # (b, G, tiles, 1)
-                shift = np.where(large[batch], top, 0)
-                p -= shift
+                top = np.fmax.reduce(p, axis=(3, 4, 5))  # (b, G, tiles)
+                shift[batch, :, own, 0] = np.where(large[batch], top, 0)
+                p -= shift[batch, :, own, :, None, None]
             if clamped:
                 np.maximum(p, scratch.full(limits.floor, p.shape, acc), out=p)
             np.exp2(p, out=p)
-            p *= factor
+            for blocks, factor in factors:
+                p[:, :, :, blocks] *= factor
             segment.hide_segments(p, chunk, batch)
-            total, o = _weighted_sum(segment, p, chunk, batch, scratch)
-            o /= np.where(total == 0, 1, total)[..., None]
-            log = _lse(total, shift, job)
-            right = ((total >= limits.least) | (total == 0)) & np.isfinite(o).all(axis=-1)
-            bad = ~right.all(axis=-1)  # lost digits, NaN, or sums past the range
-            for i, h, tile in np.argwhere(bad):
-                here = slice(batch.start + int(i), batch.start + int(i) + 1)
-                part = _by_row(segment, chunk.one(int(tile)), here, int(h))
-                o[i, h, tile], log[i, h, tile] = part
-            rows = segment.rows(chunk)
-            size, whole = rows.stop - rows.start, chunk.tiles * chunk.rows
-            out[batch, :, rows] = o.reshape(*o.shape[:2], whole, o.shape[-1])[:, :, :size]
-            lse[batch, :, rows] = log.reshape(*log.shape[:2], whole)[:, :, :size]
+            _sum(segment, p, chunk, batch, total[batch, :, own], o[batch, :, own])
+    log = _lse(total, shift, job)
+    sums = np.matmul(o, scratch.full(1.0, (shape[4], 1), acc))[..., 0]
+    right = ((total >= limits.least) | (total == 0)) & np.isfinite(sums)
+    rows, size = slice(job.rows.start, job.rows.stop), len(job.rows)
+    divisor = np.where(total == 0, 1, total).reshape(*total.shape[:2], -1, 1)
+    np.divide(flat(o)[:, :, :size], divisor[:, :, :size], out=out[:, :, rows], casting="unsafe")
+    for b, h, tile in np.argwhere(~right.all(axis=-1)):  # lost digits, NaN, or past the range
+        o[b, h, tile], log[b, h, tile] = _by_row(segment, int(tile), slice(b, b + 1), int(h))
+        again = slice(tile * segment.rows, min((tile + 1) * segment.rows, size))
+        out[b, h, rows][again] = flat(o)[b, h, again]
+    lse[:, :, rows] = log.reshape(*log.shape[:2], -1)[:, :, :size]
 
 
-def _weighted_sum(
-    segment: Segment, p: AnyArray, chunk: Chunk, batch: slice, scratch: Scratch
-) -> tuple[AnyArray, AnyArray]:
-    """Return the sums of P ``(b, G, tiles, rows)`` and of P v ``(b, G, tiles, rows, Dv)``."""
-    total = np.zeros((*p.shape[:3], chunk.rows), dtype=p.dtype)
-    out = np.zeros((*total.shape, segment.v.shape[-1]), dtype=p.dtype)
-    for side, view in enumerate(chunk.split(p)):
-        if view.size:
-            ones = scratch.full(1.0, (view.shape[-1], 1), p.dtype)
-            total += np.matmul(view, ones)[..., 0].sum(axis=3)
-            values = segment.window(segment.v, chunk, side, batch)
-            out += _product(view, values, scratch).sum(axis=3)
-    return total, out
+def _sum(
+    segment: Segment, p: AnyArray, chunk: Chunk, batch: slice, total: AnyArray, out: AnyArray
+) -> None:
+    """Fill in the sums of P ``(b, G, tiles, rows)`` and of P v ``(b, G, tiles, rows, Dv)``."""
+    ones = segment.scratch.full(1.0, (segment.rows, 1), p.dtype)
+    np.add.reduce(np.matmul(p, ones)[..., 0], axis=3, out=total)
+    values = segment.keys(segment.v, chunk, batch)
+    np.add.reduce(_product(p, values, segment.scratch), axis=3, out=out)
 
 
-def _lse(total: AnyArray, shift: Any, job: Job) -> AnyArray:
+def _lse(total: AnyArray, shift: AnyArray, job: Job) -> AnyArray:
     """Return the log of the sums, -inf in a row that sees no key."""
     dead = total == 0
     log = np.log2(np.where(dead, 1, total), dtype=np.float64) + shift
     return np.where(dead, -np.inf, log * LN2 - job.weight.normaliser)
 
 
-def _by_row(segment: Segment, chunk: Chunk, batch: slice, head: int) -> tuple[AnyArray, AnyArray]:
+def _by_row(segment: Segment, tile: int, batch: slice, head: int) -> tuple[AnyArray, AnyArray]:
     """One tile again, each row from its own largest visible logit: ``(rows, Dv), (rows,)``."""
-    own = Scratch()  # the chunk's factor is still in use
-    x = np.empty(segment.shape(chunk, batch), dtype=segment.acc)  # (1, G, 1, pairs)
+    chunk = segment.schedule.one(tile)
+    x = np.empty(segment.shape(chunk, batch), dtype=segment.acc)  # (1, G, 1, blocks, rows, rows)
     segment.scores(chunk, batch, x)
-    weight = np.array(np.broadcast_to(segment.factor(chunk, own), x.shape))
+    weight = np.ones_like(x)
+    for blocks, factor in segment.job.weight.factors(chunk, segment.scratch):
+        weight[:, :, :, blocks] *= factor
     segment.hide_segments(weight, chunk, batch)
     seen = weight > 0
     x[seen] += np.log2(weight[seen])
     x[~seen] = -np.inf
-    parts = chunk.split(x)
-    top = np.max([part.max(axis=(3, 5), initial=-np.inf) for part in parts], axis=0)
-    top = np.where(np.isneginf(top), 0, top)  # (1, G, 1, rows)
-    for part in parts:
-        part -= top[:, :, :, None, :, None]
-    p = np.exp2(x)
-    total = np.sum([part.sum(axis=(3, 5)) for part in chunk.split(p)], axis=0)
-    for part in chunk.split(p):  # normalised first: a mean of values is within their range
-        part /= np.where(total == 0, 1, total)[:, :, :, None, :, None]
-    out = _weighted_sum(segment, p, chunk, batch, own)[1]
-    log = _lse(total, top, segment.job)
+    top = x.max(axis=(3, 5), keepdims=True)
+    top = np.where(np.isneginf(top), 0, top)  # (1, G, 1, 1, rows, 1)
+    p = np.exp2(x - top)
+    total = p.sum(axis=(3, 5), keepdims=True)
+    p /= np.where(total == 0, 1, total)  # first: a mean of values is within their range
+    out = np.empty((*total.shape[:3], segment.rows, segment.v.shape[-1]), dtype=p.dtype)
+    _sum(segment, p, chunk, batch, np.empty(out.shape[:4], dtype=p.dtype), out)
+    log = _lse(total[:, :, :, 0, :, 0], top[:, :, :, 0, :, 0], segment.job)
     return out[0, head, 0], log[0, head, 0]
 
 
@@ -145,12 +142,17 @@ def backward(
     dlse)``. `key_heads` names the key head of each head. Returns the gradient by the slopes,
     ``(B, G)`` float64, zeros under a step weight.
     """
-    segment, limits = Segment(job, scratch, acc, BACKWARD), LIMITS[acc]
-    vt = segment.transpose("vt", segment.v)
+    # Two terms ride in an extra number of each row: q k^T - lse, and dO v^T - rowsum(...).
+    segment, limits = Segment(job, scratch, acc, BACKWARD, extra=1), LIMITS[acc]
+    dims, dims_v = job.q.shape[3], job.v.shape[3]
+    k, vt = segment.copy_keys("k", job.k), segment.copy_transposed("vt", job.v)
     do = segment.copy_queries("do", given.grad_out)
-    lse, base = _row_terms(segment, given, do)
+    lse, base = _row_terms(segment, given, do[..., :dims_v])
+    np.negative(lse, out=segment.q[..., dims])
+    np.negative(base, out=do[..., dims_v])
+    by_query = scratch.get("dq", (*segment.q.shape[:4], dims), acc)
     by_key, by_value = (
-        scratch.get(name, x.shape, acc) for name, x in (("dk", segment.k), ("dv", segment.v))
+        scratch.get(name, x.shape, acc) for name, x in (("dk", k), ("dv", segment.v))
     )
     by_key[...], by_value[...] = 0, 0
     by_slope = np.zeros((segment.batch, segment.heads))
@@ -158,44 +160,36 @@ def backward(
     spread = segment.bound + segment.slant + float(np.abs(lse).max(initial=0))
     clamped = not spread < -limits.floor
     for chunk in segment.chunks():
-        factor = segment.factor(chunk, scratch)
+        factors = job.weight.factors(chunk, scratch)
         for batch in segment.batches(chunk):
             p, ds = (scratch.get(x, segment.shape(chunk, batch), acc) for x in ("p", "ds"))
-            q, go, row_lse, row_base = (
-                segment.tiles(x, chunk, batch)[:, :, :, None] for x in (segment.q, do, lse, base)
-            )
+            q, go = (segment.tiles(x, chunk, batch) for x in (segment.q, do))
             segment.scores(chunk, batch, p)
-            for view in chunk.split(p):
-                view -= row_lse
             if clamped:
                 np.maximum(p, scratch.full(limits.floor, p.shape, acc), out=p)
                 np.minimum(p, scratch.full(1.0, p.shape, acc), out=p)
             np.exp2(p, out=p)
-            p *= factor
+            for blocks, factor in factors:
+                p[:, :, :, blocks] *= factor
             segment.hide_segments(p, chunk, batch)
-            by_query = np.zeros(q[:, :, :, 0].shape, dtype=acc)
-            for side, (view, grad) in enumerate(zip(chunk.split(p), chunk.split(ds), strict=True)):
-                if not view.size:
-                    continue
-                values = segment.window(vt.swapaxes(-1, -2), chunk, side, batch)
-                np.matmul(go, values.swapaxes(-1, -2), out=grad)
-                grad -= row_base
-                grad *= view
-                keys = segment.window(segment.k, chunk, side, batch)
-                by_query += _product(grad, keys, scratch).sum(axis=3)
-                for total, left, right in ((by_key, grad, q), (by_value, view, go)):
-                    add = _product(left.swapaxes(-1, -2), right, scratch)
-                    segment.add_to_keys(total[batch], add, chunk, side)
+            np.matmul(go, segment.keys(vt, chunk, batch), out=ds)
+            ds *= p
+            own = by_query[batch, :, chunk.tile : chunk.tile + chunk.tiles]
+            keys = segment.keys(k, chunk, batch)
+            np.add.reduce(_product(ds, keys, scratch), axis=3, out=own)
+            pairs = ((by_key, ds, q[..., :dims]), (by_value, p, go[..., :dims_v]))
+            for total, left, right in pairs:
+                add = _product(left.swapaxes(-1, -2), right, scratch)
+                segment.add_to_keys(total[batch], add, chunk)
             if isinstance(job.weight, Decay):
-                by_slope[batch] -= (ds @ job.weight.distance(chunk)).sum(axis=2, dtype=np.float64)
-            rows = segment.rows(chunk)
-            by_query *= acc.type(job.scale)
-            flat = by_query.reshape(*by_query.shape[:2], -1, by_query.shape[-1])
-            dq[batch, :, rows] = flat[:, :, : rows.stop - rows.start]
-    by_key *= acc.type(LN2)  # the queries carried scale * log2(e)
+                by_slope[batch] -= _dot(ds, job.weight.distance(chunk))
+    rows = slice(job.rows.start, job.rows.stop)
+    by_query *= acc.type(job.scale)
+    dq[:, :, rows] = flat(by_query)[:, :, : len(job.rows)]
+    by_key *= acc.type(job.scale)
     for h, g in enumerate(key_heads):
-        dk[:, g, segment.source] += by_key[:, h, segment.held]
-        dv[:, g, segment.source] += by_value[:, h, segment.held]
+        dk[:, g, segment.source] += flat(by_key)[:, h, segment.held]
+        dv[:, g, segment.source] += flat(by_value)[:, h, segment.held]
     return by_slope
 
 
@@ -205,21 +199,30 @@ def _product(left: AnyArray, right: AnyArray, scratch: Scratch) -> AnyArray:
     return np.matmul(left, right, out=scratch.get("product", shape, left.dtype))
 
 
+def _dot(x: AnyArray, y: AnyArray) -> AnyArray:
+    """Sum the products of ``(b, G, tiles, blocks, rows, rows)`` and ``(blocks, rows, rows)``."""
+    # Block by block: OpenBLAS wakes its threads for longer ones.
+    products = np.matmul(x.reshape(*x.shape[:4], 1, -1), y.reshape(y.shape[0], -1, 1))
+    total: AnyArray = products.sum(axis=(2, 3, 4, 5), dtype=np.float64)
+    return total
+
+
 def _row_terms(segment: Segment, given: Given, do: AnyArray) -> tuple[AnyArray, AnyArray]:
-    """Return the lse in units of log2 and rowsum(dO * O) - dlse, ``(B, G, queries, 1)``.
+    """Return the lse in units of log2 and rowsum(dO * O) - dlse, ``(B, G, tiles, rows)``.
 
     A row that saw no key, and what its cotangents hold, is zeroed.
     """
-    rows = slice(segment.job.rows.start, segment.job.rows.stop)
-    own = slice(0, rows.stop - rows.start)
-    lse, base = (np.zeros((*do.shape[:3], 1), dtype=segment.acc) for _ in range(2))
-    dead = np.isneginf(given.lse[:, :, rows])
-    do[:, :, own][dead] = 0
-    out = given.out[:, :, rows].astype(segment.acc)  # ml_dtypes does not mix
-    out[dead] = 0
-    known = np.where(dead, 0, given.lse[:, :, rows] + segment.job.weight.normaliser)
-    lse[:, :, own, 0] = known * LOG2E
-    base[:, :, own, 0] = np.einsum("bhnd,bhnd->bhn", do[:, :, own], out, dtype=np.float64)
+    job, count = segment.job, len(segment.job.rows)
+    rows, tokens = slice(job.rows.start, job.rows.stop), (*do.shape[:2], do.shape[2] * do.shape[3])
+    known = given.lse[:, :, rows]
+    dead = np.zeros(tokens, dtype=bool)
+    dead[:, :, :count] = np.isneginf(known)
+    lse: AnyArray = np.zeros(tokens, dtype=segment.acc)
+    lse[:, :, :count] = (known + job.weight.normaliser) * LOG2E
+    do[dead.reshape(do.shape[:4])] = 0
+    out = segment.copy_queries("dq", given.out)[..., : do.shape[4]]
+    base = np.einsum("bhnrd,bhnrd->bhnr", do, out).reshape(tokens)
     if given.grad_lse is not None:
-        base[:, :, own, 0] -= np.where(dead, 0, given.grad_lse[:, :, rows])
-    return lse, base
+        base[:, :, :count] -= given.grad_lse[:, :, rows]
+    lse[dead], base[dead] = 0, 0
+    return lse.reshape(do.shape[:4]), base.reshape(do.shape[:4])
