@@ -44,6 +44,9 @@ def alibi_slopes(heads: int, max_bias: float = 8.0) -> npt.NDArray[np.float64]:
     >>> alibi_slopes(3).tolist()
     [0.0625, 0.00390625, 0.25]
     """
+    # Here, as torch.compile traces `slopes_of` and can't ask for NumPy's types by `|`.
+    if isinstance(max_bias, np.generic | np.ndarray) and max_bias.ndim == 0:
+        max_bias = max_bias.item()
     return np.asarray(slopes_of(heads, max_bias), dtype=np.float64)
 
 
@@ -51,8 +54,6 @@ def slopes_of(heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
     """`alibi_slopes` as Python numbers, which hash and which compilers fold."""
     if isinstance(heads, bool) or not hasattr(heads, "__index__"):
         raise TypeError(f"heads must be an integer, got {heads!r}")
-    if isinstance(max_bias, np.generic | np.ndarray) and max_bias.ndim == 0:
-        max_bias = max_bias.item()
     if isinstance(max_bias, bool) or not isinstance(max_bias, int | float):
         raise TypeError(f"max_bias must be a number, got {max_bias!r}")
     if heads < 0:

@@ -68,10 +68,24 @@ def pool(outputs: Array, lses: Array, axis: int, xp: Any) -> AttentionOutput:
     top = xp.max(xp.where(alive, lses, lowest), axis=axis, keepdims=True)
     shift = xp.where(seen, top, zero)
     weight = xp.where(alive, xp.exp(xp.where(alive, lses - shift, zero)), zero)
-    total = xp.where(seen, xp.sum(weight, axis=axis, keepdims=True), zero + 1)
-    out = xp.sum(outputs * (weight / total)[..., None], axis=axis)
+    # Shares of a power of two are exact, and their sum with the outputs does not overflow.
+    share = 2.0 ** -(lses.shape[axis] - 1).bit_length()
+    total = xp.where(seen, _sum(weight, axis, xp), zero + 1)
+    out = _sum(outputs * (weight * share)[..., None], axis, xp) / (total * share)[..., None]
     lse = xp.where(seen, shift + xp.log(total), dead)
-    return AttentionOutput(out, xp.squeeze(lse, axis=axis))
+    return AttentionOutput(xp.squeeze(out, axis=axis), xp.squeeze(lse, axis=axis))
+
+
+def _sum(x: Array, axis: int, xp: Any) -> Array:
+    """Sum along an axis, which is kept, by halves: the error grows with the log of their number."""
+    lead = (slice(None),) * axis
+    while (size := x.shape[axis]) > 1:
+        half = size // 2
+        parts = [x[(*lead, slice(0, half), ...)] + x[(*lead, slice(half, 2 * half), ...)]]
+        if size % 2:
+            parts.append(x[(*lead, slice(size - 1, size), ...)])
+        x = xp.concat(parts, axis=axis)
+    return x
 
 
 def _constants(like: Array, xp: Any) -> tuple[Array, Array, Array]:

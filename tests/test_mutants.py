@@ -28,9 +28,16 @@ class Mutant(NamedTuple):
 MUTANTS = {
     "mean of the normalised outputs": Mutant(
         "reduction",
-        "out = xp.sum(outputs * (weight / total)[..., None], axis=axis)",
-        "out = xp.mean(outputs, axis=axis)",
+        "out = _sum(outputs * (weight * share)[..., None], axis, xp) / (total * share)[..., None]",
+        "out = xp.mean(outputs, axis=axis, keepdims=True)",
         "test_reduction:test_pooling_converges_to_alibi_and_averaged_outputs_would_not",
+    ),
+    "odd one out of a sum by halves lost": Mutant(
+        "reduction",
+        "parts.append(x[(*lead, slice(size - 1, size), ...)])",
+        "pass",
+        "test_reduction:test_reduction_is_attention_under_the_mean_mask",
+        {"which": "iid", "causal": False},
     ),
     "one sample instead of all": Mutant(
         "reduction",
