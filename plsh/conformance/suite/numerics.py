@@ -442,7 +442,7 @@ def test_the_weight_is_a_count_over_s(dtype, samples, subject):
     assert np.all(np.abs(counts - np.rint(counts)) < 0.01)
     exact = np.broadcast_to(np.repeat(problem.v, 2, axis=1), got.out.shape)[seen]
     assert_equal_to_rounding(
-        subject.array(got.out[seen], dtype), subject.array(exact, dtype), units=2
+        subject.array(got.out[seen], dtype), subject.array(exact, dtype), units=8
     )
 
 
