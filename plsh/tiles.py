@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Chunk", "Reach", "Schedule", "decay_reach", "step_reach"]
+__all__ = ["Chunk", "Reach", "Schedule", "decay_reach", "gap", "step_reach"]
 
 Integers = npt.NDArray[np.int64]
 
@@ -31,6 +31,16 @@ class Reach(NamedTuple):
 
     before: Integers
     after: Integers
+
+
+def gap(first: Integers, rows: int, keys: range) -> int:
+    """Return how many positions lie between tiles and keys that are all on one side of them.
+
+    Positive if the keys are before, negative if they are after, 0 if they touch or overlap. Moved
+    by that much the keys touch the tiles, so that a kernel need not visit the positions between.
+    """
+    before, after = int(first[0]) - keys.stop, keys.start - int(first[-1]) - rows
+    return max(before, 0) - max(after, 0)
 
 
 def decay_reach(first: Integers, rows: int, width: int, causal: bool, keys: range) -> Reach:

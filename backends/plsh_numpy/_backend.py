@@ -211,32 +211,31 @@ class _Call(NamedTuple):
             None if ids is None else (ids[0][task.batch], ids[1][task.batch]),
             self._weight(task),
             self.request.static.scale,
-            *task.positions,
+            task.positions[0],
+            range(task.positions[1], task.positions[1] + self.k.shape[2]),
             task.rows,
         )
 
     def _weight(self, task: _Task) -> Decay | Steps:
-        causal, (q_start, k_start) = self.request.static.causal, task.positions
-        keys, heads = range(k_start, k_start + self.k.shape[2]), task.place[1]
-        if isinstance(self.request.static.weight, DecayWeight):
+        weight, causal = self.request.static.weight, self.request.static.causal
+        heads = task.place[1]
+        widths = self.bandwidths[heads]
+        if isinstance(weight, DecayWeight):
             slopes = self.request.arrays.slopes
             if _per_row(slopes):
                 own = np.array([row[heads] for row in slopes])[task.batch]
             else:
                 own = np.array([slopes[heads]])
-            widths = np.array(self.bandwidths[heads])
-            return Decay(own, widths, causal, keys, self.acc)
-        first = q_start + task.rows.start
-        last = first + len(task.rows) + max(FORWARD.rows, BACKWARD.rows)  # after the last tile
-        if not causal:
-            last = max(last, keys.stop)
-        if len(task.heads) > 1:
-            labels = self.request.labels(first, last)  # (H or 1, s, n)
-            labels = np.broadcast_to(labels, (len(self.bandwidths), *labels.shape[1:]))[heads]
-        else:
-            labels = self.request.labels(first, last, task.heads.start)[None]
-        width = max(self.bandwidths[heads])
-        return Steps(labels, first, width, causal, keys, self.acc)
+            return Decay(own, np.array(widths), causal, self.acc)
+
+        def labels(start: int, stop: int) -> AnyArray:  # (G, s, positions)
+            if len(task.heads) == 1:
+                one: AnyArray = self.request.labels(start, stop, heads.start)[None]
+                return one
+            every = self.request.labels(start, stop)  # (H or 1, s, positions)
+            return np.broadcast_to(every, (len(self.bandwidths), *every.shape[1:]))[heads]
+
+        return Steps(labels, weight.samples, max(widths), causal, self.acc)
 
     def run(self, work: Callable[[Any, Scratch], None], items: list[Any]) -> None:
         """Run independent pieces of work, on threads if there is enough to do."""

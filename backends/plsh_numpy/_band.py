@@ -21,6 +21,8 @@ from ._segment import BACKWARD, FORWARD, Job, Segment, flat
 from ._weights import LOG2E, Decay
 
 LN2 = math.log(2)
+FOLD = 8
+"""Most blocks that are summed one after another."""
 
 
 class Limits(NamedTuple):
@@ -64,7 +66,7 @@ def forward(job: Job, scratch: Scratch, acc: np.dtype[Any], out: AnyArray, lse: 
                 p[:, :, :, blocks] *= factor
             segment.hide_segments(p, chunk, batch)
             _sum(segment, p, chunk, batch, total[batch, :, own], o[batch, :, own])
-    log = _lse(total, shift, job)
+    log = _log(total, shift)
     sums = np.matmul(o, scratch.full(1.0, (shape[4], 1), acc))[..., 0]
     right = ((total >= limits.least) | (total == 0)) & np.isfinite(sums)
     rows, size = slice(job.rows.start, job.rows.stop), len(job.rows)
@@ -74,7 +76,7 @@ def forward(job: Job, scratch: Scratch, acc: np.dtype[Any], out: AnyArray, lse: 
         o[b, h, tile], log[b, h, tile] = _by_row(segment, int(tile), slice(b, b + 1), int(h))
         again = slice(tile * segment.rows, min((tile + 1) * segment.rows, size))
         out[b, h, rows][again] = flat(o)[b, h, again]
-    lse[:, :, rows] = log.reshape(*log.shape[:2], -1)[:, :, :size]
+    lse[:, :, rows] = log.reshape(*log.shape[:2], -1)[:, :, :size] - job.weight.normaliser
 
 
 def _sum(
@@ -82,16 +84,16 @@ def _sum(
 ) -> None:
     """Fill in the sums of P ``(b, G, tiles, rows)`` and of P v ``(b, G, tiles, rows, Dv)``."""
     ones = segment.scratch.full(1.0, (segment.rows, 1), p.dtype)
-    np.add.reduce(np.matmul(p, ones)[..., 0], axis=3, out=total)
+    _sum_blocks(np.matmul(p, ones)[..., 0], total)
     values = segment.keys(segment.v, chunk, batch)
-    np.add.reduce(_product(p, values, segment.scratch), axis=3, out=out)
+    _sum_blocks(_product(p, values, segment.scratch), out)
 
 
-def _lse(total: AnyArray, shift: AnyArray, job: Job) -> AnyArray:
-    """Return the log of the sums, -inf in a row that sees no key."""
+def _log(total: AnyArray, shift: AnyArray) -> AnyArray:
+    """Return the natural log of the sums in float64, -inf in a row that sees no key."""
     dead = total == 0
     log = np.log2(np.where(dead, 1, total), dtype=np.float64) + shift
-    return np.where(dead, -np.inf, log * LN2 - job.weight.normaliser)
+    return np.where(dead, -np.inf, log * LN2)
 
 
 def _by_row(segment: Segment, tile: int, batch: slice, head: int) -> tuple[AnyArray, AnyArray]:
@@ -113,7 +115,7 @@ def _by_row(segment: Segment, tile: int, batch: slice, head: int) -> tuple[AnyAr
     p /= np.where(total == 0, 1, total)  # first: a mean of values is within their range
     out = np.empty((*total.shape[:3], segment.rows, segment.v.shape[-1]), dtype=p.dtype)
     _sum(segment, p, chunk, batch, np.empty(out.shape[:4], dtype=p.dtype), out)
-    log = _lse(total[:, :, :, 0, :, 0], top[:, :, :, 0, :, 0], segment.job)
+    log = _log(total[:, :, :, 0, :, 0], top[:, :, :, 0, :, 0])
     return out[0, head, 0], log[0, head, 0]
 
 
@@ -176,7 +178,7 @@ def backward(
             ds *= p
             own = by_query[batch, :, chunk.tile : chunk.tile + chunk.tiles]
             keys = segment.keys(k, chunk, batch)
-            np.add.reduce(_product(ds, keys, scratch), axis=3, out=own)
+            _sum_blocks(_product(ds, keys, scratch), own)
             pairs = ((by_key, ds, q[..., :dims]), (by_value, p, go[..., :dims_v]))
             for total, left, right in pairs:
                 add = _product(left.swapaxes(-1, -2), right, scratch)
@@ -197,6 +199,16 @@ def _product(left: AnyArray, right: AnyArray, scratch: Scratch) -> AnyArray:
     """Multiply matrices into scratch memory, valid until the next product."""
     shape = (*left.shape[:-1], right.shape[-1])
     return np.matmul(left, right, out=scratch.get("product", shape, left.dtype))
+
+
+def _sum_blocks(x: AnyArray, out: AnyArray) -> None:
+    """Sum ``(b, G, tiles, blocks, …)`` over blocks; halves onto halves, to lose no digits."""
+    blocks = x.shape[3]
+    while blocks > FOLD:
+        half = blocks // 2
+        x[:, :, :, :half] += x[:, :, :, blocks - half : blocks]
+        blocks -= half
+    np.add.reduce(x[:, :, :, :blocks], axis=3, out=out)
 
 
 def _dot(x: AnyArray, y: AnyArray) -> AnyArray:

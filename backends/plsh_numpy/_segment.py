@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from plsh.tiles import Chunk, Schedule
+from plsh.tiles import Chunk, gap
 
 from ._scratch import AnyArray, Scratch
 from ._weights import LOG2E, Decay, Steps
@@ -44,7 +44,7 @@ class Job(NamedTuple):
     weight: Decay | Steps
     scale: float
     q_start: int  # position of query 0
-    k_start: int
+    keys: range  # positions of the keys
     rows: range  # queries of this segment
 
 
@@ -69,21 +69,22 @@ class Segment:
         self.job, self.acc, self.scratch, self.size, self.extra = job, acc, scratch, size, extra
         self.batch, self.heads = job.q.shape[:2]
         inner = max(job.q.shape[3] + extra, job.v.shape[3] + extra, job.weight.samples)
-        reach = min(job.weight.width, job.k.shape[2])
+        reach = min(job.weight.width, len(job.keys))
         self.rows = rows = tile_rows(len(job.rows), reach, inner, size.rows)
         self.count = tiles = -(-len(job.rows) // rows)
         first = job.q_start + job.rows.start + rows * np.arange(tiles)
-        self.schedule = Schedule.of(first, rows, rows, job.weight.reach(first, rows))
-        job.weight.prepare(self.schedule)
-
+        move = gap(first, rows, job.keys)  # far keys are placed next to the tiles
+        keys = range(job.keys.start + move, job.keys.stop + move)
+        self.schedule = job.weight.schedule(first, rows, keys, move)
         self.widest = self.schedule.widest
         self.blocks = self.widest.left + tiles + self.widest.right
         origin = int(first[0]) - self.widest.left * rows
         end = origin + self.blocks * rows
-        low = min(max(origin, job.k_start), end)
-        high = max(low, min(end, job.k_start + job.k.shape[2]))
+        low = min(max(origin, keys.start), end)
+        high = max(low, min(end, keys.stop))
         self.held = slice(low - origin, high - origin)  # of the blocks' positions, with keys
-        self.source = slice(low - job.k_start, high - job.k_start)  # of the keys
+        self.source = slice(low - keys.start, high - keys.start)  # of the keys
+        self._ids = None if job.ids is None else self._copy_ids(*job.ids)
         self.q, self.v = self.copy_queries("q", job.q), self.copy_keys("v", job.v)
         self.kt = self.copy_transposed("kt", job.k)
         dims = job.q.shape[3]
@@ -141,6 +142,22 @@ class Segment:
                 out[:, :, block] = 0
                 out[:, :, block, begin:end] = x[:, :, at + begin : at + end]
 
+    def _copy_ids(self, ids_q: AnyArray, ids_k: AnyArray) -> tuple[AnyArray, AnyArray]:
+        """Copy segment ids to ``(B, 1, tiles, rows, 1)`` and ``(B, 1, blocks, 1, rows)``.
+
+        A negative one, which is padding, and one of no token become numbers that match nothing.
+        """
+        queries = np.full((self.batch, self.count * self.rows), -1, dtype=np.int64)
+        own = slice(self.job.rows.start, self.job.rows.stop)
+        queries[:, : len(self.job.rows)] = ids_q[:, own]  # of any integer dtype
+        keys = np.full((self.batch, self.blocks * self.rows), -2, dtype=np.int64)
+        keys[:, self.held] = ids_k[:, self.source]
+        queries[queries < 0], keys[keys < 0] = -1, -2
+        return (
+            queries.reshape(self.batch, 1, -1, self.rows, 1),
+            keys.reshape(self.batch, 1, -1, 1, self.rows),
+        )
+
     def chunks(self) -> Iterator[Chunk]:
         """Batch neighbouring tiles."""
         return self.schedule.chunks(self.size.pairs)
@@ -190,20 +207,9 @@ class Segment:
 
     def hide_segments(self, p: AnyArray, chunk: Chunk, batch: slice) -> None:
         """Set a chunk's pairs of unequal segments, and of padding, to 0."""
-        if self.job.ids is None:
-            return
-        ids_q, ids_k = self.job.ids
-        queries = np.full((p.shape[0], 1, self.count * self.rows), -1, dtype=np.int64)
-        own = slice(self.job.rows.start, self.job.rows.stop)
-        queries[:, 0, : len(self.job.rows)] = ids_q[batch, own]  # of any integer dtype
-        np.maximum(queries, -1, out=queries)
-        keys = np.full((p.shape[0], 1, self.blocks * self.rows), -2, dtype=np.int64)
-        keys[:, 0, self.held] = ids_k[batch, self.source]
-        keys[keys < 0] = -2  # padding matches nothing
-        shape = (p.shape[0], 1, -1, self.rows, 1)
-        left = self.tiles(queries.reshape(shape), chunk, slice(None))
-        right = self.keys(keys.reshape(shape), chunk, slice(None))
-        p *= left == right.swapaxes(-1, -2)
+        if self._ids is not None:
+            queries, keys = self._ids
+            p *= self.tiles(queries, chunk, batch) == self.keys(keys, chunk, batch)
 
 
 def flat(x: AnyArray) -> AnyArray:

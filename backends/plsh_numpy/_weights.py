@@ -5,14 +5,19 @@ logits in units of log2, and ``factors``, multiplied onto the exponentials of so
 A decay is a bias, and factors of 0 or 1 where a block has hidden pairs: as a factor it would
 underflow, as a bias it would not hide a pair. A step weight is its count alone, and
 ``normaliser``, ln s, completes the mean.
+
+Keys that are all at a distance from the queries are placed next to them (`plsh.tiles.gap`), and a
+weight knows the distance: a decay over it is one factor, which completes its ``normaliser``.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from plsh.tiles import Chunk, Integers, Reach, Schedule, decay_reach, step_reach
+from plsh.tiles import Chunk, Integers, Schedule, decay_reach, step_reach
 
 from ._scratch import AnyArray, Scratch
 
@@ -27,56 +32,65 @@ Factors: TypeAlias = list[tuple[slice, AnyArray]]
 class Decay:
     """``exp(-slope * distance)`` within a width.
 
-    `slopes` is ``(batch rows or 1, G)``, `widths` ``(G,)``; `keys` is the range of positions that
-    hold a key.
+    `slopes` is ``(batch rows or 1, G)``, `widths` ``(G,)``.
     """
 
     samples = 1
-    normaliser = 0.0
 
     def __init__(
-        self, slopes: AnyArray, widths: AnyArray, causal: bool, keys: range, dtype: np.dtype[Any]
+        self, slopes: AnyArray, widths: AnyArray, causal: bool, dtype: np.dtype[Any]
     ) -> None:
         # Larger slopes cut just as sharply, and their products with a distance stay in range.
-        self._slopes = np.minimum(slopes, float(np.finfo(dtype).max) / 2**31) * LOG2E
-        self._widths, self._causal, self._keys, self._dtype = widths, causal, keys, dtype
-        self.steepest = float(self._slopes.max(initial=0.0))
+        self._slopes = np.minimum(slopes, float(np.finfo(dtype).max) / 2**31)
+        self._widths, self._causal, self._dtype = widths, causal, dtype
+        self.steepest = float(self._slopes.max(initial=0.0)) * LOG2E
         self.width = int(widths.max())
 
-    def reach(self, first: Integers, rows: int) -> Reach:
-        """Return how far tiles that begin at positions `first` see."""
-        return decay_reach(first, rows, self.width, self._causal, self._keys)
+    def schedule(self, first: Integers, rows: int, keys: range, move: int) -> Schedule:
+        """Return the blocks that tiles see, and make the tables of the widest of them.
 
-    def prepare(self, schedule: Schedule) -> None:
-        """Make the tables of the widest tile; every other tile's are a slice of them."""
-        self._schedule, self._widest = schedule, schedule.widest
-        block, row = _blocks(self._widest), np.arange(schedule.rows, dtype=np.int32)
-        # Query less key position, (blocks, rows, rows)
-        apart = row[:, None] - row - schedule.rows * block.astype(np.int32)[:, None, None]
-        distance = np.abs(apart)
-        seen = distance <= self._widths[:, None, None, None]  # (G, blocks, rows, rows)
+        The tiles begin at positions `first`; `keys` is the range of positions in which keys are
+        placed, by `move` after their own. Every other tile's tables are a slice of the widest's.
+        """
+        gap = self._gap = abs(move)
+        reach = decay_reach(first, rows, self.width - gap, self._causal, keys)
+        schedule = self._schedule = Schedule.of(first, rows, rows, reach)
+        self._keys, self._widest = keys, schedule.widest
+        self.normaliser = (self._slopes * gap)[:, :, None]  # (batch rows or 1, G, 1)
+        # Key less query position, as placed: all that a table depends on.
+        apart = np.arange(1 - rows * (1 + self._widest.left), rows * (1 + self._widest.right))
+        self._apart = np.abs(apart)
+        seen = self._apart <= self._widths[:, None] - gap  # (G, positions)
         if self._causal:
-            seen &= apart >= 0
-        some = np.flatnonzero(~seen.all(axis=(0, 2, 3)))  # blocks with hidden pairs
+            seen &= apart <= 0
+        hidden = ~_squares(seen.all(axis=0), rows).all(axis=(1, 2))
+        some = np.flatnonzero(hidden)  # blocks
         runs = np.split(some, np.flatnonzero(np.diff(some) > 1) + 1) if some.size else []
+        table = _squares(seen, rows)  # (G, blocks, rows, rows)
         self._seen = [
-            (int(run[0]), seen[:, None, run[0] : run[-1] + 1].astype(self._dtype)) for run in runs
+            (int(run[0]), table[:, None, run[0] : run[-1] + 1].astype(self._dtype)) for run in runs
         ]
-        self._distance = distance.astype(self._dtype)
-        self._bias = np.multiply.outer(-self._slopes.astype(self._dtype), self._distance)
+        slopes = (-LOG2E * self._slopes).astype(self._dtype)
+        bias = np.multiply.outer(slopes, self._apart.astype(self._dtype))
+        self._bias = np.ascontiguousarray(_squares(bias, rows))
+        return schedule
 
     def _slice(self, chunk: Chunk) -> slice:
         return slice(self._widest.left - chunk.left, self._widest.left + 1 + chunk.right)
 
     def bias(self, chunk: Chunk) -> AnyArray:
-        """Return -slope * distance in units of log2, ``(batch rows or 1, G, 1, blocks, …)``."""
+        """Return -slope * distance as placed, in log2: ``(batch rows or 1, G, 1, blocks, …)``."""
         bias: AnyArray = self._bias[:, :, None, self._slice(chunk)]
         return bias
 
     def distance(self, chunk: Chunk) -> AnyArray:
-        """Return the distance of each pair of a tile, ``(blocks, rows, rows)``."""
-        distance: AnyArray = self._distance[self._slice(chunk)]
-        return distance
+        """Return the true distance of each pair of a tile, ``(blocks, rows, rows)``."""
+        return self._distance[self._slice(chunk)]
+
+    @functools.cached_property
+    def _distance(self) -> AnyArray:
+        distance = (self._apart + self._gap).astype(self._dtype)
+        return np.ascontiguousarray(_squares(distance, self._schedule.rows))
 
     def factors(self, chunk: Chunk, scratch: Scratch) -> Factors:
         """Return 1 where a pair is in the band and the key exists, for blocks not all 1."""
@@ -92,7 +106,7 @@ class Decay:
 class Steps:
     """Counts of the partitions in which a pair shares a block.
 
-    `labels` ``(G, s, positions)`` begin at position `start` and cover all tiles and keys in reach;
+    ``labels(start, stop)`` gives those of a range of positions, ``(G, samples, positions)``;
     `width` is a distance that no block exceeds.
     """
 
@@ -100,45 +114,49 @@ class Steps:
 
     def __init__(
         self,
-        labels: AnyArray,
-        start: int,
+        labels: Callable[[int, int], AnyArray],
+        samples: int,
         width: int,
         causal: bool,
-        keys: range,
         dtype: np.dtype[Any],
     ) -> None:
-        self._labels, self._start, self.width = labels, start, width
-        self._causal, self._keys, self._dtype = causal, keys, dtype
-        self.samples = labels.shape[1]
-        self.normaliser = math.log(self.samples)
+        self._labels, self.samples, self.width = labels, samples, width
+        self._causal, self._dtype = causal, dtype
+        self.normaliser = math.log(samples)
 
-    def reach(self, first: Integers, rows: int) -> Reach:
-        """Return how far tiles that begin at positions `first` see."""
-        begins = self._labels[:, :, first - self._start]  # (G, s, tiles)
-        low = high = begins.min(axis=(0, 1))
-        if not self._causal:  # a block ends where labels exceed the positions in it
-            last = first + rows - 1
-            found = [
-                [np.searchsorted(x, last, side="right") for x in head] for head in self._labels
-            ]
-            self._found = np.array(found) + self._start  # ends of blocks, (G, s, tiles)
-            high = self._found.max(axis=(0, 1))
-        return step_reach(first, rows, low, high, self._causal, self._keys)
+    def schedule(self, first: Integers, rows: int, keys: range, move: int) -> Schedule:
+        """Return the blocks that tiles see; count their diagonals, make the other near operands.
 
-    def prepare(self, schedule: Schedule) -> None:
-        """Count the pairs of every diagonal, and make the near operands of the other counts."""
-        self._schedule, rows, tiles = schedule, schedule.rows, schedule.first.size
-        at, first = int(schedule.first[0]) - self._start, schedule.first.astype(np.int32)
-        own = self._labels[:, :, at : at + tiles * rows]
-        labels = own.reshape(*own.shape[:2], tiles, rows).swapaxes(1, 2) - first[:, None, None]
-        self._diagonals = self._count_diagonals(labels)  # of labels (G, tiles, s, rows)
-        # Row b of the table is 0 before column b, 1 from there on.
+        The tiles begin at positions `first`; `keys` is the range of positions in which keys are
+        placed, by `move` after their own.
+        """
+        tiles, start, stop = first.size, int(first[0]), int(first[-1]) + rows
+        own = self._labels(start, stop)
+        of_tiles = own.reshape(*own.shape[:2], tiles, rows).swapaxes(1, 2)  # (G, tiles, s, rows)
+        labels = of_tiles - first.astype(np.int32)[:, None, None]
+        self._keys = keys
+        # Left of a tile the pivot is its first position, right of it its last. Row b of the table
+        # is 0 before column b, 1 from there on.
         self._step = 1 - np.tri(rows + 1, rows, -1, dtype=self._dtype)
-        # Left of a tile the pivot is its first position, right of it its last.
-        self._begins, self._left = labels[..., 0], (labels <= 0).astype(self._dtype)
+        self._begins = labels[..., 0].astype(np.int64) + move
+        self._left = (labels <= 0).astype(self._dtype)
+        low = high = first + self._begins.min(axis=(0, 2))
         if not self._causal:
-            self._ends = self._found.swapaxes(1, 2) - first[:, None]  # (G, tiles, s)
+            # A block ends where labels exceed the positions in it. Keys follow the tiles at once.
+            far = range(max(stop, keys.start), min(stop + self.width + move, keys.stop))
+            if far:
+                after = self._labels(far.start - move, far.stop - move)
+                own = np.concatenate((own, after), axis=2)
+            last = first + rows - 1
+            found = [[np.searchsorted(x, last, side="right") for x in head] for head in own]
+            ends = np.array(found).swapaxes(1, 2) + start  # (G, tiles, s)
+            high = ends.max(axis=(0, 2))
+            self._ends = ends - first[:, None]
             self._right = self._step.take(labels[..., -1], axis=0, mode="clip")
+        self._diagonals = self._count_diagonals(labels)
+        reach = step_reach(first, rows, low, high, self._causal, keys)
+        self._schedule = Schedule.of(first, rows, rows, reach)
+        return self._schedule
 
     def _count_diagonals(self, labels: AnyArray) -> AnyArray:
         """Return the counts of tiles with the keys at their positions, ``(G, tiles, rows, rows)``.
@@ -171,7 +189,7 @@ class Steps:
     def factors(self, chunk: Chunk, scratch: Scratch) -> Factors:
         """Return the counts."""
         own, blocks, rows = slice(chunk.tile, chunk.tile + chunk.tiles), _blocks(chunk), chunk.rows
-        shape = (len(self._labels), chunk.tiles, blocks.size, rows, rows)
+        shape = (len(self._left), chunk.tiles, blocks.size, rows, rows)
         out = scratch.get("counts", shape, self._dtype)
         out[:, :, chunk.left] = self._diagonals[:, own]
         if chunk.left:
@@ -195,6 +213,12 @@ class Steps:
 def _product(near: AnyArray, far: AnyArray, out: AnyArray) -> None:
     """Multiply ``(G, tiles, s, rows)`` and ``(G, tiles, blocks, s, rows)`` over s."""
     np.matmul(near.swapaxes(-1, -2)[:, :, None], far, out=out)
+
+
+def _squares(line: AnyArray, rows: int) -> AnyArray:
+    """View ``line[…, rows - 1 + rows * block + column - row]``: ``(…, blocks, rows, columns)``."""
+    every = np.lib.stride_tricks.sliding_window_view(line, rows, axis=-1)
+    return every.reshape(*line.shape[:-1], -1, rows, rows)[..., ::-1, :]
 
 
 def _blocks(chunk: Chunk) -> Integers:
