@@ -84,11 +84,13 @@ class BandCall(Call):
 
     slope_form: str = "heads"  # heads (H,), rows (B, H) and one (0-d) for a decay
     flatter: float = 1.0
+    gap: int = 0  # positions between the keys and later queries, negative: earlier queries
 
     def __str__(self):
         words = ["" if self.slope_form == "heads" else f"-m_{self.slope_form}"]
         words += [] if self.std == 1 else [f"std{self.std:g}"]
         words += [] if self.flatter == 1 else [f"flat{self.flatter:g}"]
+        words += [] if self.gap == 0 else [f"gap{self.gap}"]
         return super().__str__() + "-".join(words)
 
     @property
@@ -117,6 +119,9 @@ class BandCall(Call):
 
     @cached_property
     def positions(self):
+        if self.gap:
+            len_q, len_k = self.lengths
+            return (len_k + self.gap, 0) if self.gap > 0 else (0, len_q - self.gap)
         first_q, first_k = super().positions
         return (first_q + FAR, first_k + FAR) if self.offsets == "far" else (first_q, first_k)
 
@@ -289,6 +294,26 @@ LONG = [
 """Several chunks, blocks on either side, and tiles of unequal reach."""
 
 
+APART = [
+    BandCall("exact", lengths=(3, 5), flatter=2.0**14, gap=2**29, dtype="float32"),
+    BandCall("exact", lengths=(5, 3), flatter=2.0**14, gap=-(2**29), dtype="float32"),
+    BandCall("exact", lengths=(3, 5), gap=9, slope_form="rows", segments="one", causal=True),
+    BandCall("exact", lengths=(300, 150), flatter=256.0, gap=-300, dtype="float32"),
+    BandCall("exact", lengths=(1100, 40), heads=(2, 1), flatter=256.0, gap=65, dtype="float32"),
+    BandCall("exact", lengths=(70, 90), gap=1, dtype="float16"),
+    BandCall("tol", lengths=(70, 90), flatter=64.0, gap=540, dtype="float32"),
+    BandCall("tol", lengths=(70, 90), flatter=64.0, gap=-540, segments="pair"),
+    BandCall("tol", lengths=(65, 3), flatter=64.0, gap=1200, causal=True, slope_form="rows"),
+    BandCall("lsh", lengths=(70, 90), flatter=64.0, gap=200, dtype="float32"),
+    BandCall("lsh", lengths=(70, 90), flatter=64.0, gap=-200, samples=9),
+    BandCall("set", lengths=(90, 70), flatter=64.0, gap=-150, segments="one", dtype="float32"),
+    BandCall("lsh-iid", lengths=(600, 9), heads=(2, 1), flatter=64.0, gap=100, causal=True),
+    BandCall("cuts", lengths=(40, 41), gap=20),
+    BandCall("power", lengths=(65, 33), gap=-40),
+]
+"""All keys on one side of the queries, near enough to be seen by some heads and rows."""
+
+
 LARGE = [
     BandCall(method, (2, 1), (n, n), (16, 16), 2, causal, dtype=dtype, std=std)
     for (method, causal), n, (dtype, std) in itertools.product(
@@ -300,7 +325,7 @@ LARGE = [
 """Logits with a standard deviation of 25 to 900, so that exponentials need a shift."""
 
 
-@pytest.mark.parametrize("call", [*CROSSED, *LONG, *LARGE], ids=str)
+@pytest.mark.parametrize("call", [*CROSSED, *LONG, *APART, *LARGE], ids=str)
 def test_call_equals_oracle(call):
     """U013, U014, U016, U017, U021, U022, U023, U035, U050, U054, U059, U065."""
     check_band(call)
@@ -323,6 +348,16 @@ def test_logits_of_ten_thousand_in_half_precision():
         if method == "exact":
             expected = testing.oracle(q, k, v, slopes=SLOPES)
             np.testing.assert_allclose(got[0], expected.out, atol=2e-2)
+
+
+def test_sums_over_many_keys_lose_no_digits():
+    """8000 equal weights, few queries; one after another they would lose some."""
+    q, k, v = inputs(3, 8000, dtype="float32")
+    out = plsh.attention(
+        0 * q, k, v + 1, method="exact", slopes=0.0, q_offset=0, backend="numpy"
+    )  # fmt: skip
+    mean = (v + 1).astype(np.float64).mean(axis=2).repeat(2, axis=1)[:, :, None]
+    assert np.abs(out - mean).max() < 3 * np.finfo(np.float32).eps
 
 
 def test_one_token_attends_to_itself():
@@ -1066,6 +1101,84 @@ def decoding_peaks(heads):
         forward = peak_of(lambda: plsh.attention(q, k, v, return_lse=True, **call))
         backward = peak_of(lambda: plsh.attention_vjp(q, k, v, output, q, **call))
     return np.array([forward, backward]) / 2**20
+
+
+FLAT = {
+    "exact": plsh.Exact(),
+    "window": plsh.Window(2**29),
+    "lsh": plsh.PositionalLSH(4, sampler=None, family=plsh.FixedBlocks(2.0**30)),
+    "lsh far": plsh.PositionalLSH(4, family=plsh.RandomBinning(2.0**24)),
+}
+"""Methods that see far, and one that does not see as far as it might have to look."""
+
+
+@CAUSAL
+@pytest.mark.parametrize("method", FLAT)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("apart", [2**17, 2**28])
+def test_positions_between_queries_and_keys_cost_nothing(method, after, causal, apart):
+    """Far keys on either side: neither time nor memory for what is between."""
+    q, k, v, grad_out, _ = testing.make_inputs(1, 2, 1, 70, 150, 16, dtype="float32")
+    near, far = (
+        {"q_offset": 0, "k_offset": 70 + x} if after else {"q_offset": 150 + x} for x in (0, apart)
+    )
+    decay = not method.startswith("lsh")
+    call = {"method": FLAT[method], "slopes": [0.0, 0.0] if decay else None, "causal": causal}
+    call["backend"] = "numpy"
+    sizes, times, results = [], [], []
+    for places in (near, far):
+        start = time.perf_counter()
+        own = {**call, **places}
+        output = plsh.attention(q, k, v, return_lse=True, **own)
+        grads = plsh.attention_vjp(q, k, v, output, grad_out, **own)
+        times.append(time.perf_counter() - start)
+        sizes.append(peak_of(lambda: plsh.attention(q, k, v, return_lse=True, **own)))  # noqa: B023
+        sizes.append(peak_of(lambda: plsh.attention_vjp(q, k, v, output, grad_out, **own)))  # noqa: B023
+        results.append((*output, *grads[:3]))
+    assert max(sizes) < 1 << 21
+    assert times[1] < 1 + 10 * times[0]
+    if method != "lsh far":  # all weights are 1, at every distance
+        assert_all_same(*results)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_blocks_of_any_length_are_counted_across_a_gap(after):
+    """The lse of q = 0 is the logarithm of counts of shared blocks, 2^26 positions apart."""
+    samples, n, far = 9, 40, 2**26
+    family = plsh.RandomBinning((2.0**25, 2.0**27))
+    places = {"q_offset": 0, "k_offset": far} if after else {"q_offset": far, "k_offset": 0}
+    q = np.zeros((1, 2, n, 1))
+    method = plsh.PositionalLSH(samples, sampler="iid", seed=5, family=family)
+    _, lse = plsh.attention(q, q, q, method=method, return_lse=True, backend="numpy", **places)
+    labels = [
+        family.sample(samples, n, start=start, seed=5, sampler="iid").labels()
+        for start in places.values()
+    ]
+    weight = testing.step_weight(*labels)
+    assert (weight > 0).any()
+    with np.errstate(divide="ignore"):
+        testing.assert_equal_to_rounding(lse[0], np.log(weight.sum(axis=-1)))
+
+
+@pytest.mark.parametrize("slope", [0.5, 1e30, 1e300])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_steep_decay_over_a_gap_keeps_all_digits(slope, dtype, after):
+    """The nearest keys win by their distances, which float32 would round away 2^29 off."""
+    n = 5
+    q, k, v, grad_out, _ = testing.make_inputs(1, 1, 1, n, n, 8, dtype=dtype)
+    far, near = (
+        {"q_offset": 0, "k_offset": n + x} if after else {"q_offset": n + x} for x in (2**29, 0)
+    )
+    call = {"method": "exact", "slopes": slope, "backend": "numpy"}
+    away = plsh.attention(q, k, v, return_lse=True, **call, **far)
+    close = plsh.attention(q, k, v, return_lse=True, **call, **near)
+    testing.assert_equal_to_rounding(away.out, close.out)
+    decay = min(slope, float(np.finfo(dtype).max) / 2**31)
+    lse = close.lse - 2.0**29 * decay  # of a decay over n positions and the gap
+    testing.assert_equal_to_rounding(away.lse, lse.astype(dtype), name="lse")
+    grads = plsh.attention_vjp(q, k, v, away, grad_out, **call, **far)
+    assert all(np.isfinite(x).all() for x in grads)
 
 
 @pytest.mark.parametrize("kept", [1 << 14, 1 << 24])

@@ -55,6 +55,12 @@ AT_THE_END = {"call": BandCall("window", lengths=(33, 127), dtype="float32")}
 PADDED = {"call": BandCall("exact", lengths=(65, 65), segments="one", dtype="float32")}
 HIDDEN = {"case": "future", "n": 77, "dtype": "float32"}
 NAN = {"method": "exact", "causal": False, "fill": float("nan")}
+BEFORE = {"call": BandCall("tol", lengths=(70, 90), flatter=64.0, gap=540, dtype="float32")}
+AFTER = {"call": BandCall("tol", lengths=(70, 90), flatter=64.0, gap=-540, dtype="float32")}
+BLOCKS_BEFORE = {"call": BandCall("lsh", lengths=(70, 90), flatter=64.0, gap=200)}
+BLOCKS_AFTER = {"call": BandCall("lsh", lengths=(70, 90), flatter=64.0, gap=-200)}
+IDS_AFTER = {"call": BandCall("set", lengths=(90, 70), flatter=64.0, gap=-150, segments="one")}
+NO_GAP = "test_positions_between_queries_and_keys_cost_nothing"
 POISON = "test_nothing_is_read_before_it_is_written"
 
 MUTANTS = [
@@ -67,6 +73,27 @@ MUTANTS = [
            ORACLE, WIDE),
     Mutant("last tile of a chunk lost", "tiles", "len(self.first) - begin,",
            "max(1, len(self.first) - begin - 1),", ORACLE, EXACT),
+    # Keys at a distance
+    Mutant("keys after a gap left there", "tiles", "- max(after, 0)", "", NO_GAP,
+           {"method": "exact", "after": True, "causal": False, "apart": 2**17}),
+    Mutant("keys before a gap left there", "tiles", "max(before, 0) -", "-", NO_GAP,
+           {"method": "exact", "after": False, "causal": False, "apart": 2**17}),
+    Mutant("gap forgotten in the width", "_weights", "self._widths[:, None] - gap",
+           "self._widths[:, None]", ORACLE, BEFORE),
+    Mutant("gap forgotten in the width on the right", "_weights", "self._widths[:, None] - gap",
+           "self._widths[:, None] - max(move, 0)", ORACLE, AFTER),
+    Mutant("gap forgotten in the lse", "_weights", "(self._slopes * gap)", "(self._slopes * 0)",
+           ORACLE, BEFORE),
+    Mutant("gap forgotten in the lse backward", "_band", " + job.weight.normaliser", "", ORACLE,
+           BEFORE),
+    Mutant("gap forgotten in the slope gradient", "_weights", "(self._apart + self._gap)",
+           "self._apart", ORACLE, BEFORE),
+    Mutant("block begins not moved", "_weights", "astype(np.int64) + move", "astype(np.int64)",
+           ORACLE, BLOCKS_BEFORE),
+    Mutant("labels of keys as placed", "_weights", "(far.start - move, far.stop - move)",
+           "(far.start, far.stop)", ORACLE, BLOCKS_AFTER),
+    Mutant("segment ids of keys as far as they are", "_segment", "keys.start, high - keys.start)",
+           "job.keys.start, high - job.keys.start)", ORACLE, IDS_AFTER, ValueError),
     # The weights
     Mutant("left pivot off by one", "_weights", "labels[..., 0]", "labels[..., 1]", ORACLE, LSH),
     Mutant("right pivot off by one", "_weights", "labels[..., -1]", "labels[..., -2]",
@@ -90,15 +117,15 @@ MUTANTS = [
            ORACLE, AT_THE_END),
     Mutant("diagonal not symmetrised", "_weights", "np.tril(counts, -1)", "0 * counts",
            ORACLE, LSH),
-    Mutant("causal diagonal hidden", "_weights", "apart >= 0", "apart > 0", ORACLE, EXACT),
-    Mutant("next token seen", "_weights", "apart >= 0", "apart >= -1", ORACLE, EXACT),
+    Mutant("causal diagonal hidden", "_weights", "apart <= 0", "apart < 0", ORACLE, EXACT),
+    Mutant("next token seen", "_weights", "apart <= 0", "apart <= 1", ORACLE, EXACT),
     Mutant("causal counts not cut", "_weights", "counts *= lower", "pass",
            ORACLE, LSH_CAUSAL),
     Mutant("width off by one", "_weights", "<= self._widths", "< self._widths", ORACLE, WINDOW),
     Mutant("bias of other keys", "_weights", "self._bias[:, :, None, self._slice(chunk)]",
            "self._bias[:, :, None, : chunk.left + 1 + chunk.right]",
            "test_any_cut_of_the_work_gives_the_same", {"method": "exact", "causal": True}),
-    Mutant("normaliser forgotten", "_weights", "math.log(self.samples)", "0.0", ORACLE, LSH),
+    Mutant("normaliser forgotten", "_weights", "math.log(samples)", "0.0", ORACLE, LSH),
     Mutant("padding below 0 counted in the next row", "_weights", "0, rows - 1)",
            "0, None)", "test_left_padding_changes_nothing",
            {"method": "lsh", "causal": False}),
@@ -122,7 +149,7 @@ MUTANTS = [
            ORACLE, EXACT),
     Mutant("bias of batch mates", "_segment", "bias[batch]", "bias[: out.shape[0]]",
            "test_slopes_and_positions_per_batch_row_equal_separate_calls"),
-    Mutant("padding sees padding", "_segment", "keys[keys < 0] = -2", "pass", ORACLE, PADDED),
+    Mutant("padding sees padding", "_segment", "= -1, -2", "= -2, -2", ORACLE, PADDED),
     Mutant("scale left out", "_segment", "job.scale * LOG2E", "LOG2E", ORACLE, EXACT),
     Mutant("extra number of the keys unset", "_segment", "out[..., dims:, :] = 1", "pass", POISON),
     Mutant("overlapping windows added in one place", "_segment",
@@ -154,9 +181,13 @@ MUTANTS = [
     Mutant("cotangents of dead rows", "_band", "do[dead.reshape(do.shape[:4])] = 0", "pass",
            "test_rows_that_see_no_key_have_no_gradient", {"method": "exact"}),
     Mutant("dk without the scale", "_band", "by_key *= acc.type(job.scale)", "pass", ORACLE, EXACT),
-    Mutant("lse in units of log2", "_band", "log * LN2 -", "log -", ORACLE, EXACT),
+    Mutant("lse in units of log2", "_band", "log * LN2)", "log)", ORACLE, EXACT),
     Mutant("sign of the gradient by slopes", "_band", "by_slope[batch] -=", "by_slope[batch] +=",
            ORACLE, EXACT),
+    Mutant("odd block lost where halves are summed", "_band", "blocks - half : blocks]",
+           "half : 2 * half]", "test_sums_over_many_keys_lose_no_digits"),
+    Mutant("blocks summed one after another", "_band", "blocks > FOLD", "False",
+           "test_sums_over_many_keys_lose_no_digits"),
     Mutant("normaliser forgotten backward", "_band",
            " + job.weight.normaliser", "", ORACLE, LSH),
     Mutant("sums over keys not zeroed", "_band", "by_key[...], by_value[...] = 0, 0", "pass",
@@ -165,7 +196,8 @@ MUTANTS = [
     Mutant("wrong key head", "_backend", "h // self.group for h", "h % self.k.shape[1] for h",
            ORACLE, EXACT),
     Mutant("slopes of batch mates", "_backend", "for row in slopes])[task.batch]",
-           "for row in slopes])", "test_slopes_and_positions_per_batch_row_equal_separate_calls"),
+           "for row in slopes])", "test_slopes_and_positions_per_batch_row_equal_separate_calls",
+           error=ValueError),
     Mutant("listed batch rows unwritten", "_backend",
            "lse[(*task.place, rows)] = log[:, :, rows]", "pass", ORACLE,
            {"call": BandCall("exact", offsets="batch")}),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import plsh
-from plsh.tiles import Chunk, Reach, Schedule, decay_reach, step_reach
+from plsh.tiles import Chunk, Reach, Schedule, decay_reach, gap, step_reach
 
 UNLIMITED = (1 << 31) - 1
 
@@ -124,6 +124,19 @@ def test_reach_goes_to_the_farthest_key_and_no_farther(grid, width):
         after = [j - end + 1 for j in keys if end <= j < end + width and not grid["causal"]]
         for got, needed in ((reach.before[tile], before), (reach.after[tile], after)):
             assert got == max(needed) if needed else 0 <= got <= width
+
+
+@given(GRIDS)
+def test_a_gap_is_the_positions_between_tiles_and_keys(grid):
+    """Moved by it, keys that lie on one side touch the tiles."""
+    first, keys = firsts(grid), key_range(grid)
+    own, found = range(int(first[0]), int(first[-1]) + grid["rows"]), gap(first, grid["rows"], keys)
+    if keys.stop <= own.start:
+        assert keys.stop + found == own.start
+    elif keys.start >= own.stop:
+        assert keys.start + found == own.stop
+    else:
+        assert found == 0
 
 
 @given(GRIDS, st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=6, max_size=6))

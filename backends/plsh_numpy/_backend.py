@@ -25,7 +25,10 @@ from ._segment import BACKWARD, FORWARD, Job
 from ._weights import Decay, Steps
 
 SEGMENT = 1 << 12
-"""Queries of a job; the keys and values in their reach are copied once."""
+"""Queries of a job, at most; the keys and values in their reach are copied once."""
+LEAST = 1 << 9
+"""Queries of a job at least, if there are fewer keys: where a tile is far from the keys and others
+of its job are not, the positions between are visited, and are to be no more than the keys."""
 COPIES = 1 << 22
 """Numbers that the copies of the batch rows and heads of one job hold, about."""
 KEPT = 1 << 25
@@ -169,9 +172,10 @@ class _Call(NamedTuple):
 
     def tasks(self, heads: range) -> Iterator[_Task]:
         """Cut the work of some heads into jobs."""
+        segment = min(SEGMENT, max(LEAST, self.k.shape[2] // LEAST * LEAST))
         for batch, positions in self._batches(len(heads)):
-            for begin in range(0, self.q.shape[2], SEGMENT):
-                rows = range(begin, min(begin + SEGMENT, self.q.shape[2]))
+            for begin in range(0, self.q.shape[2], segment):
+                rows = range(begin, min(begin + segment, self.q.shape[2]))
                 yield _Task(batch, heads, rows, positions)
 
     def key_heads(self, heads: range) -> list[int]:
