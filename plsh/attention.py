@@ -219,6 +219,8 @@ def attention_vjp(
     by_slope = grads.slopes
     if by_slope is not None and slopes is not None and rules.is_number(slopes):
         by_slope = by_slope.sum()  # one slope served all heads
+    elif by_slope is not None and call.q.shape[0] == 0 and getattr(slopes, "ndim", 1) == 2:
+        by_slope = by_slope.reshape(1, -1)[:0, ...]  # (0, H): the backend got (H,)
     by_q, by_k, by_v = (shape.restore(g) for g in (grads.q, grads.k, grads.v))
     return Gradients(by_q, by_k, by_v, by_slope)
 

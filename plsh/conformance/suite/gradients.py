@@ -175,6 +175,22 @@ def test_gradients_by_every_form_of_slopes(method, dtype, form, causal, subject)
     check_call(Call(word, (4, 2), (33, 33), causal=causal, dtype=dtype, slope_form=form), subject)
 
 
+@pytest.mark.requirement("ATT-26", "ATT-3")
+@pytest.mark.needs("gradients")
+@pytest.mark.parametrize("method", ["exact", "window"])
+@pytest.mark.parametrize("shape", [(4,), (0, 4)])
+def test_gradient_by_slopes_of_no_batch_row(method, shape, subject):
+    problem = make(subject, 12, method=method, batch=1)
+    dtype, keywords = problem.dtype, problem.keywords(subject)
+    q, k, v, grad_out = (
+        subject.array(x[:0], dtype) for x in (problem.q, problem.k, problem.v, problem.grad_out)
+    )
+    slopes = subject.array(np.full(shape, 0.5), wide(dtype))
+    _, got = subject.gradients(q, k, v, grad_out, **{**keywords, "slopes": slopes})
+    assert tuple(got.slopes.shape) == shape
+    assert not np.any(subject.host(got.slopes))
+
+
 @pytest.mark.requirement("ATT-26", "ATT-25", "BCK-11")
 @pytest.mark.needs("vjp")
 @METHOD
