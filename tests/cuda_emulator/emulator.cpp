@@ -1,0 +1,298 @@
+#include "emulator.h"
+
+#include <csetjmp>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <ucontext.h>
+#include <vector>
+
+namespace emulator {
+
+Index thread_index, block_index;
+
+namespace {
+
+constexpr int STACK = 1 << 18;
+
+enum State { RUNNABLE, AT_BARRIER, AT_SHUFFLE, DONE };
+
+struct Fibre {
+    std::unique_ptr<char[]> stack{new char[STACK]};
+    ucontext_t start;
+    jmp_buf at;
+    bool started;
+    State state;
+    const char* file;  // of the barrier or shuffle that it waits at
+    int line;
+    bool vote;
+    long shuffles;
+    alignas(8) char slot[2][8];
+};
+
+// Who last touched four bytes of shared memory, in which epoch (number of barriers passed).
+struct Shadow {
+    int written, writer, read, reader;  // epochs start at 1; reader -1 is several threads
+    bool initialised;
+};
+
+std::vector<Fibre> fibres;
+std::vector<char> memory;
+std::vector<Shadow> shadows;
+std::vector<Range> arrays;
+std::vector<std::vector<int>> writers, readers;  // of each byte of a writable array: block + 1
+size_t last_array;
+const Launch* how;
+void (*entry)(const void*);
+const void* argument;
+int current, epoch, votes;
+jmp_buf scheduler;
+char* text;
+int text_size;
+uint64_t random_state;
+
+uint64_t random_word() {
+    random_state += 0x9e3779b97f4a7c15ULL;
+    uint64_t z = random_state;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
+    return z ^ (z >> 31);
+}
+
+bool is_skipped(const char* file, int line) {
+    if (how->skipped_file == nullptr || line != how->skipped_line) return false;
+    const char* name = std::strrchr(file, '/');
+    return std::strcmp(name == nullptr ? file : name + 1, how->skipped_file) == 0;
+}
+
+const char* base(const char* file) {
+    const char* name = std::strrchr(file, '/');
+    return name == nullptr ? file : name + 1;
+}
+
+void wait(State state, const char* file, int line) {
+    Fibre& own = fibres[current];
+    own.state = state;
+    own.file = file;
+    own.line = line;
+    const Index thread = thread_index;
+    if (_setjmp(own.at) == 0) _longjmp(scheduler, 1);
+    thread_index = thread;
+}
+
+void begin_fibre() {
+    entry(argument);
+    fibres[current].state = DONE;
+    _longjmp(scheduler, 1);
+}
+
+void run(int i) {
+    current = i;
+    if (_setjmp(scheduler) != 0) return;
+    Fibre& fibre = fibres[i];
+    if (fibre.started) _longjmp(fibre.at, 1);
+    fibre.started = true;
+    thread_index = {static_cast<unsigned>(i), 0, 0};
+    setcontext(&fibre.start);
+}
+
+// Let the warps go on whose threads have all come to one shuffle.
+bool release_warps() {
+    bool any = false;
+    const int count = static_cast<int>(how->block);
+    for (int first = 0; first < count; first += WARP) {
+        bool all = true;
+        for (int i = first; i < first + WARP && i < count; ++i)
+            all = all && fibres[i].state == AT_SHUFFLE;
+        if (!all) continue;
+        for (int i = first; i < first + WARP && i < count; ++i) {
+            if (fibres[i].line != fibres[first].line || fibres[i].file != fibres[first].file)
+                fault("shuffle divergence: threads %d and %d are at %s:%d and %s:%d", first, i,
+                      base(fibres[first].file), fibres[first].line, base(fibres[i].file),
+                      fibres[i].line);
+            fibres[i].state = RUNNABLE;
+        }
+        any = true;
+    }
+    return any;
+}
+
+bool release_barrier() {
+    int waiting = -1;
+    for (unsigned i = 0; i < how->block; ++i)
+        if (fibres[i].state != DONE) waiting = static_cast<int>(i);
+    if (waiting < 0) return false;
+    const Fibre& one = fibres[waiting];
+    for (unsigned i = 0; i < how->block; ++i) {
+        const Fibre& other = fibres[i];
+        if (other.state == DONE)
+            fault("barrier divergence: thread %d waits at %s:%d and thread %u has ended", waiting,
+                  base(one.file), one.line, i);
+        if (other.state != one.state || other.line != one.line || other.file != one.file)
+            fault("barrier divergence: threads %d and %u wait at %s:%d and %s:%d", waiting, i,
+                  base(one.file), one.line, base(other.file), other.line);
+    }
+    votes = 0;
+    for (unsigned i = 0; i < how->block; ++i) {
+        votes += fibres[i].vote;
+        fibres[i].state = RUNNABLE;
+    }
+    epoch += 1;
+    return true;
+}
+
+void run_block() {
+    const int count = static_cast<int>(how->block);
+    std::memset(memory.data(), 0xff, memory.size());
+    std::memset(static_cast<void*>(shadows.data()), 0, shadows.size() * sizeof(Shadow));
+    epoch = 1;
+    std::vector<int> turn(count);
+    for (int i = 0; i < count; ++i) {
+        Fibre& fibre = fibres[i];
+        turn[i] = i;
+        fibre.started = false;
+        fibre.state = RUNNABLE;
+        fibre.shuffles = 0;
+        getcontext(&fibre.start);
+        fibre.start.uc_stack.ss_sp = fibre.stack.get();
+        fibre.start.uc_stack.ss_size = STACK;
+        fibre.start.uc_link = nullptr;
+        makecontext(&fibre.start, begin_fibre, 0);
+    }
+    do {
+        if (how->order != 0)
+            for (int i = count - 1; i > 0; --i) std::swap(turn[i], turn[random_word() % (i + 1)]);
+        do {
+            for (int i : turn)
+                if (fibres[i].state == RUNNABLE) run(i);
+        } while (release_warps());
+    } while (release_barrier());
+}
+
+jmp_buf failed;
+
+}  // namespace
+
+void fault(const char* format, ...) {
+    int used = std::snprintf(text, text_size, "block %u, thread %u: ", block_index.x,
+                             thread_index.x);
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(text + used, text_size - used, format, arguments);
+    va_end(arguments);
+    _longjmp(failed, 1);
+}
+
+void barrier(const char* file, int line) {
+    if (is_skipped(file, line)) return;
+    fibres[current].vote = false;
+    wait(AT_BARRIER, file, line);
+}
+
+bool barrier_or(bool value, const char* file, int line) {
+    if (is_skipped(file, line)) return value;
+    fibres[current].vote = value;
+    wait(AT_BARRIER, file, line);
+    return votes > 0;
+}
+
+const void* exchange(const void* mine, int bytes, int source, const char* file, int line) {
+    Fibre& own = fibres[current];
+    // Two slots in turn: no lane is two shuffles ahead of another.
+    const int slot = own.shuffles++ % 2;
+    std::memcpy(own.slot[slot], mine, bytes);
+    wait(AT_SHUFFLE, file, line);
+    return fibres[current / WARP * WARP + source].slot[slot];
+}
+
+void check_global(uint64_t address, int bytes, bool writing) {
+    if (address % bytes != 0)
+        fault("misaligned %s of %d bytes at %#llx", writing ? "write" : "read", bytes,
+              static_cast<unsigned long long>(address));
+    size_t i = last_array;
+    if (i >= arrays.size() || address < arrays[i].begin || address + bytes > arrays[i].end)
+        for (i = 0; i < arrays.size(); ++i)
+            if (address >= arrays[i].begin && address + bytes <= arrays[i].end) break;
+    if (i == arrays.size())
+        fault("%s of %d bytes at %#llx, outside of every array", writing ? "write" : "read", bytes,
+              static_cast<unsigned long long>(address));
+    last_array = i;
+    if (!arrays[i].writable) {
+        if (writing) fault("write to array %d, which is read-only", static_cast<int>(i));
+        return;
+    }
+    const int own = static_cast<int>(block_index.x) + 1;
+    const uint64_t at = address - arrays[i].begin;
+    int &writer = writers[i][at], &reader = readers[i][at];
+    if (writer != 0 && writer != own)
+        fault("%s of array %d where block %d wrote", writing ? "write" : "read",
+              static_cast<int>(i), writer - 1);
+    if (writing && reader != 0 && reader != own)
+        fault("write to array %d where block %d read", static_cast<int>(i), reader - 1);
+    if (writing)
+        writer = own;
+    else
+        reader = reader == 0 || reader == own ? own : -1;
+}
+
+char* check_shared(int at, int begin, int end, int bytes, bool writing) {
+    if (at < begin || at + bytes > end)
+        fault("%s of shared memory at byte %d, outside of its piece [%d, %d)",
+              writing ? "write" : "read", at, begin, end);
+    if (at % (bytes < 16 ? bytes : 16) != 0)
+        fault("misaligned %s of %d bytes of shared memory at byte %d", writing ? "write" : "read",
+              bytes, at);
+    const int own = current;
+    for (int word = at / 4; word < (at + bytes + 3) / 4; ++word) {
+        Shadow& shadow = shadows[word];
+        if (shadow.written == epoch && shadow.writer != own)
+            fault("race: %s of shared memory at byte %d, which thread %d wrote since the last "
+                  "barrier", writing ? "write" : "read", at, shadow.writer);
+        if (writing) {
+            if (shadow.read == epoch && shadow.reader != own)
+                fault("race: write of shared memory at byte %d, which another thread read since "
+                      "the last barrier", at);
+            shadow.written = epoch;
+            shadow.writer = own;
+            shadow.initialised = true;
+        } else {
+            if (!shadow.initialised)
+                fault("read of shared memory at byte %d, which was never written", at);
+            shadow.reader = shadow.read == epoch && shadow.reader != own ? -1 : own;
+            shadow.read = epoch;
+        }
+    }
+    return memory.data() + at;
+}
+
+int shared_bytes() { return how->shared_bytes; }
+
+int launch(void (*kernel)(const void*), const void* params, const Launch& launch,
+           const Range* ranges, int count, char* report, int report_size) {
+    entry = kernel;
+    argument = params;
+    how = &launch;
+    text = report;
+    text_size = report_size;
+    random_state = launch.order;
+    arrays.assign(ranges, ranges + count);
+    writers.assign(count, {});
+    readers.assign(count, {});
+    for (int i = 0; i < count; ++i)
+        if (arrays[i].writable) {
+            writers[i].assign(arrays[i].end - arrays[i].begin, 0);
+            readers[i].assign(arrays[i].end - arrays[i].begin, 0);
+        }
+    memory.resize(launch.shared_bytes + 16);
+    shadows.resize(launch.shared_bytes / 4 + 8);
+    if (fibres.size() < launch.block) fibres = std::vector<Fibre>(launch.block);
+    if (_setjmp(failed) != 0) return 1;
+    for (unsigned i = 0; i < launch.grid; ++i) {
+        block_index = {i, 0, 0};
+        run_block();
+    }
+    return 0;
+}
+
+}  // namespace emulator

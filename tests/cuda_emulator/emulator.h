@@ -1,0 +1,60 @@
+// A CPU stand-in for one CUDA device: blocks one after another, a fibre a thread, every access
+// checked. Test-only; `device.cuh` beside it gives the kernels their vocabulary on top.
+//
+// Found, each with the block and thread: a barrier or shuffle that not all threads reach, two
+// threads that touch shared memory without a barrier between them (one of them writing), shared
+// memory read before it is written, access outside of an array or of a piece of shared memory,
+// misaligned access, writes to what is read-only, and two blocks that write, or write and read,
+// the same place.
+#ifndef EMULATOR_H
+#define EMULATOR_H
+
+#include <cstdint>
+
+namespace emulator {
+
+struct Index {
+    unsigned x, y, z;
+};
+
+extern Index thread_index, block_index;  // of the fibre that runs
+
+// An array on the device: bytes [begin, end), and whether kernels may write there.
+struct Range {
+    uint64_t begin, end;
+    int writable;
+};
+
+struct Launch {
+    unsigned grid, block;
+    int shared_bytes;
+    uint64_t order;  // seed of the order in which threads take turns; 0 is ascending
+    const char* skipped_file;  // a barrier to ignore, by file name and line; null for none
+    int skipped_line;
+};
+
+constexpr int WARP = 32;
+
+[[noreturn]] void fault(const char* format, ...);
+void barrier(const char* file, int line);
+bool barrier_or(bool value, const char* file, int line);
+// Exchange `bytes` of each lane; returns what lane `source` of the warp gave.
+const void* exchange(const void* mine, int bytes, int source, const char* file, int line);
+
+void check_global(uint64_t address, int bytes, bool writing);
+// The bytes of shared memory at `at`, inside [begin, end), for one access.
+char* check_shared(int at, int begin, int end, int bytes, bool writing);
+int shared_bytes();
+
+// Run a kernel. Returns 0, or 1 with the fault's text in `report`.
+int launch(void (*kernel)(const void*), const void* params, const Launch& how,
+           const Range* ranges, int count, char* report, int report_size);
+
+template <typename T> T shuffle_xor(T mine, int mask, const char* file, int line) {
+    const int lane = thread_index.x % WARP;
+    return *static_cast<const T*>(exchange(&mine, sizeof(T), lane ^ mask, file, line));
+}
+
+}  // namespace emulator
+
+#endif

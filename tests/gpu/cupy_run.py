@@ -1,0 +1,204 @@
+"""Steps of ``cupy.sh`` that are programs: machine, compiling, conformance, small, timings."""
+
+import itertools
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import plsh_cupy
+from plsh_cupy import _compile, _cuda, _plan
+
+import plsh
+from plsh import testing
+
+if "cupy" not in {row.name for row in plsh.backends()}:
+    plsh.register_backend(plsh_cupy.BACKEND)
+
+
+def machine():
+    """Say what is tested on what."""
+    state = plsh_cupy.BACKEND.availability()
+    if not state.ok:
+        sys.exit(f"the backend is not available: {state.reason}")
+    import cupy
+
+    found = cupy.cuda.runtime.getDeviceProperties(0)
+    print(
+        f"{found['name'].decode()}, compute capability {found['major']}.{found['minor']}, "
+        f"driver {cupy.cuda.runtime.driverGetVersion()}, NVRTC {cupy.cuda.nvrtc.getVersion()}, "
+        f"CuPy {cupy.__version__}, NumPy {np.__version__}, {cupy.cuda.runtime.getDeviceCount()} GPU"
+    )
+
+
+def compile_one(job):
+    """Compile an instance into the cache on disk."""
+    instance, target, version = job
+    return len(_compile.compiled(instance, target, version, _cuda.nvrtc_binary))
+
+
+def compiling():
+    """Fill the cache on disk, on all cores, as each process would one by one."""
+    import cupy
+
+    nvrtc, capability = cupy.cuda.nvrtc, int(cupy.cuda.Device(0).compute_capability)
+    target = _cuda.target_of(capability, nvrtc.getSupportedArchs())
+    version = ".".join(map(str, nvrtc.getVersion()))
+    jobs = [(i, target, version) for i in _plan.instances(_cuda.limits_of(0))]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        sizes = list(pool.map(compile_one, jobs))
+    print(f"{len(sizes)} kernels for {target}, {sum(sizes) / 1e6:.1f} MB")
+
+
+def conformance():
+    """Run the suite on CuPy arrays."""
+    from plsh.cli import main
+
+    sys.exit(main(["conformance", "cupy"]))
+
+
+def small():
+    """Every kernel once, small: what compute-sanitizer watches."""
+    import cupy
+
+    for dtype, method, dim in (
+        ("float32", plsh.PositionalLSH(40), 40),
+        ("float64", "exact", 20),
+        ("float16", plsh.Window(30), 100),
+    ):
+        shape = (1, 2, 1, 200, 200, dim, 33)
+        arrays = testing.make_inputs(*shape, dtype)
+        q, k, v, grad_out = (cupy.asarray(x.astype(dtype)) for x in arrays[:4])
+        ids = cupy.asarray(np.arange(200)[None] // 120)
+        call = {"method": method, "slopes": 0.02, "segment_ids": ids, "backend": "cupy"}
+        output = plsh.attention(q, k, v, return_lse=True, **call)
+        plsh.attention_vjp(q, k, v, output, grad_out, **call)
+    cupy.cuda.Device().synchronize()
+
+
+def timed(work, repeats=7):
+    """Return the median milliseconds of a call, warm."""
+    import cupy
+
+    work()
+    taken = []
+    for _ in range(repeats):
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        taken.append(cupy.cuda.get_elapsed_time(begin, end))
+    return statistics.median(taken)
+
+
+def peers(shape, dtype):
+    """Return forward milliseconds of torch's causal attention without a bias, by backend."""
+    try:
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:
+        return {}
+    found = {}
+    q, k, v = (torch.randn(shape, dtype=getattr(torch, dtype), device="cuda") for _ in range(3))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    stream = torch.cuda.current_stream()
+    for name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"):
+        try:
+            with sdpa_kernel(getattr(SDPBackend, name)):
+                taken = []
+                for _ in range(4):
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    begin.record(stream)
+                    attend(q, k, v, is_causal=True)
+                    end.record(stream)
+                    end.synchronize()
+                    taken.append(begin.elapsed_time(end))
+                found[name.split("_")[0].lower()] = statistics.median(taken[1:])
+        except (RuntimeError, AttributeError):
+            continue
+    return found
+
+
+def error_of(method, dtype):
+    """Return the largest error of the output against the oracle, at a length that it can do."""
+    import cupy
+
+    q, k, v = testing.make_inputs(1, 8, 8, 1024, 1024, 64, 64, dtype)[:3]
+    slopes = plsh.alibi_slopes(8)
+    given = (cupy.asarray(x.astype(plsh.compat.numpy_dtype(dtype))) for x in (q, k, v))
+    got = plsh.attention(*given, method=method, causal=True, backend="cupy")
+    want = testing.oracle(q, k, v, slopes=slopes, causal=True).out
+    return float(np.abs(cupy.asnumpy(got).astype(np.float64) - want).max())
+
+
+def timings():
+    """Time and memory, causal, standard slopes, with torch's own kernels beside."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    pool = cupy.get_default_memory_pool()
+    rows = [("dtype", "n", "H", "D", "method", "forward ms", "fwd+bwd ms", "beyond in+out MB",
+             "ns/pair", "max error", "peer ms (no bias)", "ratio")]  # fmt: skip
+    dtypes = ("float32", "float16", "bfloat16")
+    for dtype, (n, heads, dim) in itertools.product(dtypes, ((8192, 8, 64), (65536, 8, 64))):
+        shape = (1, heads, n, dim)
+        try:
+            kind = plsh.compat.numpy_dtype(dtype)
+        except ImportError:
+            continue
+        q, k, v, grad_out = (
+            cupy.asarray(rng.standard_normal(shape, dtype="float32").astype(kind)) for _ in range(4)
+        )
+        beside = peers(shape, dtype)
+        best = min(beside.values(), default=math.nan)
+        name = min(beside, key=beside.get) if beside else "none"
+        for method in ("window", "lsh") + (("exact",) if n <= 8192 else ()):
+            call = {"method": method, "causal": True, "backend": "cupy"}
+
+            def forward(call=call, x=(q, k, v)):
+                return plsh.attention(*x, return_lse=True, **call)
+
+            def both(call=call, x=(q, k, v), grad=grad_out, forward=forward):
+                return plsh.attention_vjp(*x, forward(), grad, **call)
+
+            one, two = timed(forward), timed(both)
+            pool.free_all_blocks()
+            before = pool.total_bytes()
+            grads = both()
+            beyond = pool.total_bytes() - before - sum(x.nbytes for x in grads if x is not None)
+            del grads
+            widths = visible(method, heads, n)
+            rows.append(
+                (dtype, n, heads, dim, method, f"{one:.3f}", f"{two:.3f}",
+                 f"{(beyond - q.nbytes) / 1e6:.1f}", f"{1e6 * one / widths:.4f}",
+                 f"{error_of(method, dtype):.1e}", f"{name} {best:.3f}", f"{best / one:.2f}")
+            )  # fmt: skip
+    for row in rows:
+        print(
+            "  ".join(
+                str(x).rjust(w)
+                for x, w in zip(row, (9, 6, 3, 4, 7, 11, 11, 17, 8, 10, 18, 6), strict=True)
+            )
+        )
+
+
+def visible(method, heads, n):
+    """Return the pairs of weight > 0 in a causal call, all heads."""
+    if method == "exact":
+        return heads * n * (n + 1) // 2
+    slopes = plsh.alibi_slopes(heads)
+    if method == "window":
+        widths = [math.ceil(math.log(1e6) / m) for m in slopes]
+        return sum(n * (w + 1) - w * (w + 1) // 2 for w in (min(w, n - 1) for w in widths))
+    sets = plsh.RandomBinning(tuple(1 / m for m in slopes)).sample(16, n)
+    first = sets.labels().min(axis=1)  # (H, n)
+    return int((np.arange(n) - np.maximum(first, 0) + 1).sum())
+
+
+if __name__ == "__main__":
+    {f.__name__: f for f in (machine, compiling, conformance, small, timings)}[sys.argv[1]]()

@@ -1,0 +1,243 @@
+"""The emulator finds what it promises, each barrier is needed, and tests reach every line."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cuda_emulator import HERE, KERNELS, EmulatedBackend, Emulator, EmulatorFault
+from emulated import BACKEND, results
+from laws import inputs
+from plsh_cupy._params import PARAMS
+from plsh_cupy._plan import Instance, Launch
+
+import plsh
+
+# --- planted faults, one of a class ---------------------------------------------------------------
+
+PROBE = """
+#include <tile.cuh>
+extern "C" __global__ void plsh_probe(const Params p) {
+    Arena arena;
+    Shared<int> x = arena.take<int>(THREADS);
+    Shared<int> y = arena.take<int>(THREADS);
+    const int i = threadIdx.x;
+    (void)x, (void)y, (void)i, (void)p;
+    BODY
+}
+"""
+
+SOUND = (
+    "x[i] = i; __syncthreads(); y[i] = x[THREADS - 1 - i]; write<int>(p.out.data + 4 * i, y[i]);"
+)
+
+FAULTS = {
+    "sound": (SOUND, None),
+    "missing barrier": (SOUND.replace("__syncthreads(); ", ""), "never written|race: "),
+    "race of writers": ("x[0] = i;", "race: write of shared memory at byte 0, which thread"),
+    "write after read": ("x[i] = i; __syncthreads(); int z = x[(i + 1) % THREADS]; x[i] = z;",
+                         "race: "),
+    "race inside a warp": ("x[i] = i; int z = x[i ^ 1]; y[i] = z;", "never written|race: "),
+    "uninitialised shared memory": ("y[i] = x[i];", "which was never written"),
+    "overrun of a piece": ("x[i + 1] = i;", "outside of its piece"),
+    "underrun of a piece": ("y[i - 1] = i;", "outside of its piece"),
+    "more shared memory than asked for": ("arena.take<double>(THREADS);", "were asked for"),
+    "divergent barrier": ("if (i < 100) __syncthreads();", "barrier divergence"),
+    "two barriers": ("if (i < 128) { __syncthreads(); } else {\n __syncthreads(); }",
+                     "barrier divergence"),
+    "divergent shuffle": ("if (i != 40) __shfl_xor_sync(0xffffffffu, i, 1);",
+                          "divergence|thread 40 has ended"),
+    "read past an array": ("read<int>(p.out.data + 4 * THREADS);", "outside of every array"),
+    "read before an array": ("read<int>(p.out.data - 4);", "outside of every array"),
+    "null": ("read<int>(p.q.data);", "outside of every array"),
+    "misaligned": ("read<int>(p.out.data + 2);", "misaligned read of 4 bytes"),
+    "misaligned vector": ("load_four<int>(x + 1);", "misaligned read of 16 bytes"),
+    "write to an input": ("write<int>(p.k.data, 1);", "read-only"),
+    "two blocks write one place": ("if (i == 0) write<int>(p.out.data, 1);",
+                                   "block 1, thread 0: write of array .* where block 0 wrote"),
+    "one block reads what another wrote": (
+        "if (i == 0 && blockIdx.x == 0) write<int>(p.out.data, 1);\n"
+        "if (i == 0 && blockIdx.x == 1) read<int>(p.out.data);", "where block 0 wrote"),
+}  # fmt: skip
+
+
+class _Probe:
+    """An instance of a kernel of one's own."""
+
+    kernel, symbol = "probe", "plsh_probe"
+
+    def macros(self, size):
+        return Instance("forward", "float32", False, 64, 64).macros(size)
+
+
+def run_probe(folder, body, blocks):
+    """Compile and run a kernel with a body of one's own; return what it wrote."""
+    for path in KERNELS.iterdir():
+        shutil.copy(path, folder)
+    (folder / "probe.cu").write_text(PROBE.replace("BODY", body))
+    emulator = Emulator(folder, folder)
+    if not (folder / "emulator.o").exists():
+        shutil.copy(BACKEND.emulator.compile_core(), folder)
+    emulator.launched = []
+    device = EmulatedBackend(emulator=emulator).device()
+    params = np.zeros((), PARAMS)
+    out = device.empty((256,), "float32")
+    device.locate(out).fill(params, "out", "d")
+    device.locate(np.zeros(4)).fill(params, "k", "d")
+    device.run(Launch(_Probe(), 0, blocks, 256, 2048, 1), params)
+    return out.view(np.int32)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name, tmp_path):
+    """Race, missing barrier, overrun, uninitialised shared memory, divergence, ownership."""
+    body, message = FAULTS[name]
+    if message is None:
+        np.testing.assert_array_equal(run_probe(tmp_path, body, 1), np.arange(256)[::-1])
+        return
+    with pytest.raises(EmulatorFault, match=message):
+        run_probe(tmp_path, body, 2)
+
+
+def test_a_compiler_that_is_missing_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"g\+\+.*install"):
+        Emulator(build=tmp_path).compile(Instance("forward", "float32", False, 64, 64))
+
+
+# --- every barrier is needed ----------------------------------------------------------------------
+
+SITES = [
+    (path.name, number)
+    for path in sorted(KERNELS.glob("*.cu*"))
+    for number, line in enumerate(path.read_text().splitlines(), 1)
+    if "__syncthreads" in line
+]
+
+
+def scenarios(backend):
+    """Calls that together need every barrier: tiles on both sides, chunks, words, heads."""
+    q, k, v = inputs(193, dtype="float32", batch=1, heads=2, kv_heads=1, head_dim=40, value_dim=36)
+    grad_out = np.ones((1, 2, 193, 36), dtype="float32")
+    call = {"slopes": 0.01, "segment_ids": np.arange(193)[None] // 70, "backend": backend}
+    for method in ("exact", plsh.PositionalLSH(40)):
+        yield lambda method=method: results(q, k, v, method, grad_out, **call)
+    q, k, v, grad_out = (x[..., :70, :4] for x in (q, k, v, grad_out))
+    call = {"slopes": 0.01, "causal": True, "backend": backend}
+    far = {"q_offset": 0, "k_offset": 1000}
+    yield lambda: results(q, k, v, plsh.PositionalLSH(4), grad_out, **call, **far)
+    large = v.copy()
+    large[..., 0] = 3e38  # one lane's sums pass the range
+    yield lambda: plsh.attention(q, k, large, method="exact", **call)
+
+
+def run_all(calls):
+    for made in calls:
+        made()
+
+
+@pytest.fixture(scope="module")
+def freely_skipped():
+    """A backend of its own, so that no other test meets a barrier that is skipped."""
+    backend = EmulatedBackend("cupy_skipped", Emulator(build=BACKEND.emulator.build))
+    plsh.register_backend(backend)
+    return backend
+
+
+def test_sites_were_found():
+    assert len(SITES) == sum(p.read_text().count("__syncthreads") for p in KERNELS.glob("*.cu*"))
+    assert len(SITES) > 25
+
+
+def test_nothing_is_found_with_every_barrier(freely_skipped):
+    run_all(scenarios(freely_skipped.name))
+
+
+@pytest.mark.parametrize(("file", "line"), SITES)
+def test_without_this_barrier_a_fault_is_found(file, line, freely_skipped):
+    emulator = freely_skipped.emulator
+    emulator.skipped = (file, line)
+    try:
+        with pytest.raises(EmulatorFault, match=r"race|never written|divergence"):
+            run_all(scenarios(freely_skipped.name))
+    finally:
+        emulator.skipped = None
+
+
+# --- coverage -------------------------------------------------------------------------------------
+
+COVER = """
+import sys
+import test_cupy_kernels as tests
+import test_numpy_backend
+from cuda_emulator import EmulatedBackend, Emulator
+from emulated import put_in_place
+import pytest
+emulator = Emulator(build=sys.argv[1], flags=("-O0", "--coverage", "-fprofile-abs-path"))
+with pytest.MonkeyPatch.context() as patch:
+    backend = EmulatedBackend(emulator=emulator)
+    patch.setattr(tests, "BACKEND", backend)
+    put_in_place(patch, backend)
+    for case in tests.COVERING:
+        test_numpy_backend.check_band(case)
+    for law in tests.COVERING_LAWS:
+        law()
+"""
+
+
+def measure(build):
+    """Run the covering calls; return {file: (lines, lines run, branches, branches taken)}."""
+    environment = [str(HERE.parent), str(HERE.parents[1]), str(HERE.parents[1] / "backends")]
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {environment!r}\n{COVER}", str(build)],
+        check=True, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    lines, branches = {}, {}
+    for data in build.glob("*.gcda"):
+        done = subprocess.run(
+            ["gcov", "--json-format", "--stdout", "--branch-probabilities", str(data)],
+            check=True, capture_output=True, text=True, cwd=build,
+        )  # fmt: skip
+        for file in json.loads(done.stdout)["files"]:
+            path = Path(file["file"])
+            if path.parent != KERNELS:
+                continue
+            for line in file["lines"]:
+                key = (path.name, line["line_number"])
+                lines[key] = lines.get(key, 0) + line["count"]
+                for number, branch in enumerate(line["branches"]):
+                    if not branch["throw"]:
+                        own = (*key, number)
+                        branches[own] = branches.get(own, 0) + branch["count"]
+    return lines, branches
+
+
+@pytest.mark.slow
+def test_tests_reach_the_kernels(tmp_path):
+    """At least 95 % of the lines and of the branches of every file."""
+    lines, branches = measure(tmp_path)
+    files = {path.name for path in KERNELS.glob("*.cu*")} - {"device.cuh"}
+    assert {name for name, _ in lines} == files
+    for name in sorted(files):
+        for what, counts in (("lines", lines), ("branches", branches)):
+            own = {key: count for key, count in counts.items() if key[0] == name}
+            reached = sum(count > 0 for count in own.values())
+            missed = sorted({key[1] for key, count in own.items() if count == 0})
+            assert reached >= 0.95 * len(own), f"{name}: {what} {missed} are not reached"
+
+
+# --- the twin -------------------------------------------------------------------------------------
+
+
+def test_the_twin_declares_what_the_device_header_does():
+    """Whatever a kernel may call has both forms."""
+    pattern = r"\b(widen|infinity|power_of_two|logarithm|count_bits|read|write|load_four)\("
+    ours, twin = ((folder / "device.cuh").read_text() for folder in (KERNELS, HERE))
+    assert set(re.findall(pattern, ours)) == set(re.findall(pattern, twin))
+    for name in ("Half", "BFloat16", "Narrow", "Four", "Arena", "Shared"):
+        assert re.search(rf"\b{name}\b", ours)
+        assert re.search(rf"\b{name}\b", twin)

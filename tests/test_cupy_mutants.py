@@ -1,0 +1,244 @@
+"""Faults of the CUDA kernels that their tests must find: each mutant is killed by a named test.
+
+A mutant is the kernels with one piece of their source replaced, compiled for the emulator, and put
+in the place of the registered NumPy backend; the named test of `test_cupy_kernels` is then called.
+"""
+
+import inspect
+import shutil
+from typing import Any, NamedTuple
+
+import pytest
+import test_cupy_kernels as tests
+from cuda_emulator import KERNELS, EmulatedBackend, Emulator
+from emulated import BACKEND, CudaCall, put_in_place
+
+
+class Mutant(NamedTuple):
+    """One fault: `old` text of a file becomes `new`, and `test` fails."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+    arguments: dict[str, Any] = {}
+
+    def __str__(self) -> str:
+        return self.name.replace(" ", "-")
+
+
+ORACLE = "test_call_equals_oracle"
+
+
+def oracle(*given, **options):
+    """Return the arguments of `test_call_equals_oracle`."""
+    return {"case": CudaCall(*given, **{"dtype": "float32", **options})}
+
+
+EXACT = oracle("exact", (2, 1), (129, 129), (16, 16), 1, causal=True, flatter=9.0)
+FULL = oracle("exact", (4, 2), (65, 129), (16, 16), 2)
+WINDOW = oracle("window", (2, 1), (193, 193), (8, 8), 1)
+LSH = oracle("lsh", (2, 1), (193, 193), (8, 8), 1, flatter=16.0)
+MANY = oracle("lsh", (2, 1), (129, 129), (8, 8), 1, flatter=32.0, samples=40)
+TABLE = oracle("set", (2, 1), (129, 193), (8, 8), 1, flatter=16.0)
+SEGMENTS = oracle("exact", (2, 1), (65, 65), (8, 8), 1, segments="one")
+BIG = oracle("exact", (1, 1), (65, 65), (40, 8), 1)
+ROWS = oracle("exact", (2, 1), (65, 65), (8, 8), 2, slope_form="rows")
+SHARED = oracle("exact", (2, 1), (65, 65), (8, 8), 2, slope_form="heads")
+SCALED = oracle("exact", (2, 1), (65, 65), (8, 8), 1, scale=-0.7)
+LAW = "test_law"
+PADDING = {
+    "name": "test_what_stands_in_padding_reaches_nothing",
+    "arguments": {"method": "exact", "causal": True, "fill": float("nan")},
+}
+HIDDEN = {
+    "name": "test_a_hidden_key_far_above_the_visible_ones_empties_no_row",
+    "arguments": {"case": "future", "n": 77, "dtype": "float32"},
+}
+VIEW = {"name": "test_strides_are_honoured", "arguments": {"view": "every second"}}
+
+MUTANTS = [
+    # params.cuh
+    Mutant("ids cut to 32 bits", "params.cuh", "default: return read<int64>(from);",
+           "default: return read<int>(from);", "test_ids_beyond_32_bits_differ"),
+    Mutant("unsigned ids read as signed", "params.cuh", "return read<unsigned char>(from);",
+           "return read<signed char>(from);", "test_integers_of_every_dtype",
+           {"integers": "uint8"}),
+    Mutant("batch row forgotten", "params.cuh", "data + b * batch + h",
+           "data + (b - b) * batch + h", ORACLE, FULL),
+    # tile.cuh
+    Mutant("padding read", "tile.cuh", " && ids[token] >= 0", " && ids[token] >= -1", LAW, PADDING),
+    Mutant("dims assumed contiguous", "tile.cuh", "(begin + d) * x.dim)",
+           "(begin + d) * (int)sizeof(Float))", LAW, VIEW),
+    Mutant("offsets of 32 bits", "tile.cuh", "(first + token) * x.token",
+           "(int)((first + token) * x.token)", "test_strides_beyond_four_gigabytes_are_64_bit"),
+    Mutant("last dims of a chunk lost", "tile.cuh", "d < CHUNK; d += 4", "d < CHUNK - 4; d += 4",
+           ORACLE, BIG),
+    Mutant("half the lanes summed", "tile.cuh",
+           "for (int step = LANES / 2; step > 0; step /= 2)\n        x +=",
+           "for (int step = LANES / 4; step > 0; step /= 2)\n        x +=", ORACLE, EXACT),
+    # band.cuh
+    Mutant("first block forgotten", "band.cuh", "p.first_block + blockIdx.x", "blockIdx.x",
+           "test_work_split_over_several_grids_is_the_same", {"method": "exact"}),
+    Mutant("the query itself hidden", "band.cuh", "lead >= 0", "lead > 0", ORACLE, EXACT),
+    Mutant("causality of the keys' side", "band.cuh", "own_queries ? d : -d", "d", ORACLE, EXACT),
+    Mutant("width short by one", "band.cuh", "d <= bandwidth && -d <= bandwidth",
+           "d < bandwidth && -d < bandwidth", ORACLE, WINDOW),
+    Mutant("tiles partly in the band taken whole", "band.cuh", "farthest <= bandwidth",
+        "farthest <= bandwidth + COLUMNS",
+           ORACLE, WINDOW),
+    Mutant("last tile rounded away", "band.cuh", "(high - own_at + COLUMNS - 1) >> 6",
+           "(high - own_at) >> 6", ORACLE, FULL),
+    Mutant("tiles past the end taken whole", "band.cuh",
+           "first + COLUMNS <= other_length", "first <= other_length", ORACLE, FULL),
+    Mutant("padding sees padding", "band.cuh", "id >= 0 && id == other_ids",
+           "id == other_ids", ORACLE, SEGMENTS),
+    Mutant("segments forgotten in whole tiles", "band.cuh", "return !segmented && ", "return ",
+           ORACLE, SEGMENTS),
+    # weight.cuh
+    Mutant("slope of the first head", "weight.cuh", "p.slopes.at(b, h, 0)", "p.slopes.at(b, 0, 0)",
+           ORACLE, EXACT),
+    Mutant("blocks rounded to 0", "weight.cuh",
+           "if (above - index * width < 0) index -= 1;", "", ORACLE, LSH),
+    Mutant("block one too long", "weight.cuh", "at < ends[r]", "at <= ends[r]", ORACLE, LSH),
+    Mutant("right pivot past the last token", "weight.cuh",
+           "t < 0 ? band.own_at : band.own_at + ROWS - 1", "band.own_at", ORACLE, LSH),
+    Mutant("bits of the other side kept", "weight.cuh", "side != held ||", "held == 0 ||",
+           ORACLE, LSH),
+    Mutant("diagonal begins one late", "weight.cuh", "of_row <= column", "of_row < column",
+           ORACLE, LSH),
+    Mutant("first word of samples only", "weight.cuh", "first < p.samples; first += WORD",
+           "first < WORD; first += WORD", ORACLE, MANY),
+    Mutant("labels of the diagonal cut", "weight.cuh", "first < p.samples; first += LABELS",
+           "first < LABELS; first += LABELS", ORACLE, MANY),
+    Mutant("one sample too many", "weight.cuh", "Bounds{1, 0}", "Bounds{0, 1 << 30}", ORACLE, LSH),
+    Mutant("blocks of a table searched too far", "weight.cuh", "> own)", "> own + 1)", ORACLE,
+           TABLE),
+    Mutant("reach of one sample a thread", "weight.cuh", "low = other_low < low ? other_low : low;",
+           "low = other_low < low ? low : low;", ORACLE, LSH),
+    # forward.cu
+    Mutant("output not rescaled", "forward.cu", "out[m][slot] *= fade;", "out[m][slot] *= 1;",
+           ORACLE, EXACT),
+    Mutant("sum not rescaled", "forward.cu", "total[m] *= fade;", "total[m] *= 1;", ORACLE, EXACT),
+    Mutant("maximum of hidden pairs", "forward.cu", "const bool here = count[m][n] > 0;",
+           "const bool here = count[m][n] >= 0;", LAW, HIDDEN),
+    Mutant("hidden pairs weighed", "weight.cuh", "(Acc)(seen >> (N * m + n) & 1);",
+           "(Acc)(seen >> (N * m + n) | 1);", ORACLE, EXACT),
+    Mutant("counts left out", "forward.cu", "* count[m][n] * norm[m]", "* norm[m]", ORACLE, LSH),
+    Mutant("mean left out of the lse", "forward.cu", " - weight.normaliser(p)", "", ORACLE, LSH),
+    Mutant("sums past the range kept", "forward.cu", "round == 1 ||", "round >= 0 ||",
+           "test_sums_past_the_range_of_values_within_it", {"method": "exact", "dtype": "float32"}),
+    Mutant("scale above 1 forgotten", "forward.cu", "x[m][n] * (Acc)p.after", "x[m][n]",
+           "test_scales_that_leave_the_range_in_one_factor_only"),
+    Mutant("wrong key head", "forward.cu", "place.h / (p.heads / p.kv_heads)",
+           "place.h % p.kv_heads", ORACLE, FULL),
+    # backward
+    Mutant("sign of dlse", "backward_queries.cu", "delta[m] -= read<Acc>",
+           "delta[m] += read<Acc>", ORACLE, EXACT),
+    Mutant("delta left out", "backward_queries.cu", "(ds[m][n] - delta[m])", "(ds[m][n])",
+           ORACLE, EXACT),
+    Mutant("scale left out of dq", "backward_queries.cu", "scale[m] = (Acc)p.scale", "scale[m] = 1",
+           ORACLE, SCALED),
+    Mutant("distance with a sign", "backward_queries.cu", "d < 0 ? -d : d", "d", ORACLE, FULL),
+    Mutant("one group's slopes", "backward_queries.cu", "g < GROUPS", "g < GROUPS - 1", ORACLE,
+           FULL),
+    Mutant("one head of a group", "backward_keys.cu", "h < (place.h + 1) * heads",
+           "h < place.h * heads + 1", ORACLE, FULL),
+    Mutant("queries scaled twice", "backward_keys.cu", "chunk * CHUNK, p.dim, 1);",
+           "chunk * CHUNK, p.dim, (Acc)p.factor);", ORACLE, SCALED),
+    Mutant("dead queries read", "backward_keys.cu", "other_ids[i] = -1;", "",
+           "test_a_query_without_a_key_beside_others_reaches_nothing"),
+    Mutant("normaliser left out of P", "backward_keys.cu", "given + weight.normaliser(p)", "given",
+           ORACLE, LSH),
+    Mutant("slopes of one batch row", "backward_slopes.cu",
+           "p.grad_slopes.batch == 0 ? p.batch : 1", "1", ORACLE, SHARED),
+    Mutant("slopes of all batch rows", "backward_slopes.cu",
+           "p.grad_slopes.batch == 0 ? p.batch : 1", "p.batch", ORACLE, ROWS),
+    Mutant("sign of the gradient by slopes", "backward_slopes.cu", "write<float>(to, (float)-sum)",
+           "write<float>(to, (float)sum)", ORACLE, SHARED),
+]  # fmt: skip
+
+
+class MutantEmulator(Emulator):
+    """Compiles what the mutated file reaches, and takes the rest as it is."""
+
+    def __init__(self, folder, file):
+        super().__init__(folder, folder)
+        self._file = file
+
+    def compile(self, instance):
+        if self._file in (f"{instance.kernel}.cu",) or self._file.endswith(".cuh"):
+            return super().compile(instance)
+        return BACKEND.emulator.compile(instance)
+
+
+def run(mutant, monkeypatch):
+    """Call a mutant's test in place."""
+    test = getattr(tests, mutant.test)
+    arguments = dict(mutant.arguments)
+    if "monkeypatch" in inspect.signature(test).parameters:
+        arguments["monkeypatch"] = monkeypatch
+    test(**arguments)
+
+
+QUICK = {
+    "ids cut to 32 bits",
+    "padding read",
+    "dims assumed contiguous",
+    "offsets of 32 bits",
+    "first block forgotten",
+    "causality of the keys' side",
+    "tiles partly in the band taken whole",
+    "blocks rounded to 0",
+    "right pivot past the last token",
+    "first word of samples only",
+    "output not rescaled",
+    "maximum of hidden pairs",
+    "mean left out of the lse",
+    "wrong key head",
+    "sign of dlse",
+    "one head of a group",
+    "dead queries read",
+    "slopes of one batch row",
+}
+"""Mutants of every run; the others are slow."""
+
+
+def marked(mutants):
+    """Return parameters, those that are not quick marked as slow."""
+    slow = (pytest.mark.slow,)
+    return [pytest.param(m, marks=() if m.name in QUICK else slow, id=str(m)) for m in mutants]
+
+
+def test_quick_mutants_exist():
+    assert {m.name for m in MUTANTS} >= QUICK
+    assert len({m.name for m in MUTANTS}) == len(MUTANTS)
+
+
+@pytest.mark.parametrize("mutant", marked(MUTANTS))
+def test_mutant_is_killed(mutant, monkeypatch, tmp_path):
+    for path in KERNELS.iterdir():
+        shutil.copy(path, tmp_path)
+    shutil.copy(BACKEND.emulator.compile_core(), tmp_path)
+    source = (KERNELS / mutant.file).read_text()
+    assert source.count(mutant.old) == 1, (
+        f"{mutant.old!r} is there {source.count(mutant.old)} times"
+    )
+    (tmp_path / mutant.file).write_text(source.replace(mutant.old, mutant.new))
+    backend = EmulatedBackend(emulator=MutantEmulator(tmp_path, mutant.file))
+    monkeypatch.setattr(tests, "BACKEND", backend)
+    put_in_place(monkeypatch, backend)
+    with pytest.raises(AssertionError):
+        run(mutant, monkeypatch)
+
+
+CONTROLS = {f"{m.test}-{sorted(m.arguments.items(), key=str)}": m for m in MUTANTS}
+
+
+@pytest.mark.slow  # the tests themselves run in their own file
+@pytest.mark.parametrize("control", CONTROLS.values(), ids=[m.test for m in CONTROLS.values()])
+def test_the_kernels_as_they_are_survive(control, monkeypatch):
+    """So that it is the fault that is found."""
+    put_in_place(monkeypatch)
+    run(control, monkeypatch)
