@@ -175,6 +175,18 @@ def test_gradients_by_every_form_of_slopes(method, dtype, form, causal, subject)
     check_call(Call(word, (4, 2), (33, 33), causal=causal, dtype=dtype, slope_form=form), subject)
 
 
+@pytest.mark.requirement("ATT-26", "BCK-11", "NUM-9")
+@pytest.mark.needs("gradients")
+@pytest.mark.parametrize("method", ["exact", "window"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_gradient_by_slopes_of_each_batch_row(method, batch, subject):
+    """(B, H) slopes have a (B, H) gradient, also for one batch row."""
+    problem = make(subject, 20, method=method, batch=batch, causal=True)
+    problem = problem.but(slopes=(SLOPES,) * batch)
+    problem.check(subject)
+    assert problem.gradients(subject).slopes.shape == (batch, 4)
+
+
 @pytest.mark.requirement("ATT-26", "ATT-3")
 @pytest.mark.needs("gradients")
 @pytest.mark.parametrize("method", ["exact", "window"])

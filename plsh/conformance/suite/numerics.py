@@ -446,6 +446,30 @@ def test_the_weight_is_a_count_over_s(dtype, samples, subject):
     )
 
 
+@pytest.mark.requirement("NUM-6", "NUM-1")
+@pytest.mark.needs("method:lsh")
+@DTYPE
+@pytest.mark.parametrize("samples", [128, 256, 257, 2049, 4096])
+def test_counts_of_any_number_of_samples_are_whole(dtype, samples, subject):
+    """One block in every partition: the weight is 1, whatever its counter can hold."""
+    problem = make(subject, 9, method="lsh", dtype=dtype, batch=1).but(
+        method=PositionalLSH(samples, sampler=None, family=FixedBlocks(1e6)), slopes=None
+    )
+    problem.check_output(subject)
+
+
+@pytest.mark.requirement("NUM-5", "NUM-1")
+@pytest.mark.parametrize("method", ["exact", "window", "lsh"])
+@DTYPE
+def test_sums_of_ordinary_values_may_pass_the_input_dtype(method, dtype, subject):
+    """A mean of 1000s is 1000; the sum of 512 of them is past float16."""
+    problem = make(subject, 4, 512, method=method, dtype=dtype, batch=1, q_offset=508)
+    problem = problem.but(q=0 * problem.q, v=np.full_like(problem.v, 1000.0))
+    if method != "lsh":
+        problem = problem.but(slopes=(0.0, 0.0, 0.03125, 0.0))
+    problem.check_output(subject)
+
+
 @pytest.mark.requirement("NUM-6", "NUM-10")
 @pytest.mark.needs("method:lsh")
 @DTYPE

@@ -90,6 +90,19 @@ def test_ids_of_any_integer_dtype(method, of, subject):
     problem.check_output(subject)
 
 
+@pytest.mark.requirement("ATT-19")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("of", "other"), [("int64", 2**32), ("int64", 2**31), ("int64", 2**53 + 1), ("uint32", 2**31)]
+)
+def test_ids_keep_all_their_bits(method, of, other, subject):
+    """Equal in 32 bits, or negative there, or equal as float64."""
+    first = 2**53 if other > 2**53 else 0
+    ids = np.where(np.arange(20) < 9, first, other)[None].repeat(2, axis=0).astype(of)
+    problem = make(subject, 20, method=method, causal=True, segment_ids=ids)
+    problem.check_output(subject)
+
+
 @pytest.mark.requirement("ATT-19", "ATT-3")
 @pytest.mark.parametrize("method", METHODS)
 def test_one_segment_is_no_segment(method, subject):
