@@ -475,7 +475,8 @@ class Poisoned:
 
     @staticmethod
     def empty(shape, dtype=float):
-        return np.full(shape, np.nan if np.dtype(dtype).kind == "f" else -(2**30), dtype)
+        filler = {"f": np.nan, "i": -(2**30), "u": np.iinfo(np.uint8).max}
+        return np.full(shape, filler[np.dtype(dtype).kind], dtype)
 
 
 def test_nothing_is_read_before_it_is_written(monkeypatch):
@@ -485,6 +486,8 @@ def test_nothing_is_read_before_it_is_written(monkeypatch):
     short = [everything(q, k, v, method) for method in NAMES]
     for module in MODULES:
         monkeypatch.setattr(module, "np", Poisoned())
+        if hasattr(module, "_DIAGONALS"):  # none is kept from above
+            monkeypatch.setattr(module, "_DIAGONALS", module._Kept())
     get = segment.Scratch.get
 
     def poisoned_get(self, name, shape, dtype):
@@ -502,7 +505,7 @@ def test_nothing_is_read_before_it_is_written(monkeypatch):
 
 def test_calls_of_other_sizes_leave_nothing_behind():
     """U045: big, small, big: the same bits as before."""
-    sizes = (200, 33, 200, 1, 65)
+    sizes = (200, 33, 200, 1, 16, 65)
     first = [everything(*inputs(n), method) for n in sizes for method in NAMES]
     again = [everything(*inputs(n), method) for n in sizes for method in NAMES]
     for a, b in zip(again, first, strict=True):
@@ -1023,9 +1026,11 @@ def test_empty_axes(shape):
 def peak_of(f):
     """Return the most bytes that a call holds at once beyond its results, kept ones included."""
     backend._FREE.clear()
+    (module,) = (m for m in MODULES if hasattr(m, "_DIAGONALS"))
     tracemalloc.start()
     try:
-        result = f()
+        with settings(_DIAGONALS=module._Kept()):
+            result = f()
         return tracemalloc.get_traced_memory()[1] - sum(x.nbytes for x in result if x is not None)
     finally:
         tracemalloc.stop()
@@ -1179,6 +1184,42 @@ def test_a_steep_decay_over_a_gap_keeps_all_digits(slope, dtype, after):
     testing.assert_equal_to_rounding(away.lse, lse.astype(dtype), name="lse")
     grads = plsh.attention_vjp(q, k, v, away, grad_out, **call, **far)
     assert all(np.isfinite(x).all() for x in grads)
+
+
+def lsh_outputs(changes, n=70):
+    """Yield the output and gradient by q of calls under lsh that differ by one thing each."""
+    q, k, v = inputs(n, dtype="float32")
+    for change in changes:
+        call = {"method": "lsh", "causal": True, "q_offset": 3, "k_offset": 3, **change}
+        if "seed" in change:
+            call["method"] = plsh.PositionalLSH(seed=call.pop("seed"))
+        call |= {"slopes": 1 / 16, "backend": "numpy"}
+        output = plsh.attention(q, k, v, return_lse=True, **call)
+        yield output.out, plsh.attention_vjp(q, k, v, output, v.repeat(2, axis=1), **call).q
+
+
+CHANGES = ({}, {"seed": 1}, {"causal": False}, {"q_offset": 67, "k_offset": 67})
+
+
+def test_counts_that_are_kept_are_those_of_the_call():
+    """Of two calls that differ in the seed, the mask or the place, neither sees the other's."""
+    with settings(COUNTED=0):  # nothing new is kept
+        want = [x for change in CHANGES for x in lsh_outputs([change])]
+    for order in (CHANGES, CHANGES[::-1]):
+        got = list(lsh_outputs([*order, *order]))
+        for change, own in zip((*order, *order), got, strict=True):
+            for a, b in zip(own, want[CHANGES.index(change)], strict=True):
+                testing.assert_identical(a, b)
+
+
+def test_counts_that_are_kept_are_bounded():
+    (module,) = (m for m in MODULES if hasattr(m, "_DIAGONALS"))
+    with settings(COUNTED=1 << 16, _DIAGONALS=module._Kept()):
+        for seed in range(20):
+            list(lsh_outputs([{"seed": seed}]))
+        held = module._DIAGONALS
+        assert 0 < held.nbytes <= 1 << 16
+        assert sum(x.nbytes for x in held._held.values()) < held.nbytes
 
 
 @pytest.mark.parametrize("kept", [1 << 14, 1 << 24])

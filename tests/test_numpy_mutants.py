@@ -46,6 +46,7 @@ ORACLE = "test_call_equals_oracle"
 EXACT = {"call": BandCall("exact", lengths=(129, 129), dtype="float32", causal=True)}
 FULL = {"call": BandCall("exact", lengths=(65, 127), dtype="float32", layout="bshd")}
 WINDOW = {"call": BandCall("window", lengths=(129, 129), dtype="float32")}
+NARROW = {"call": BandCall("window", lengths=(600, 600), dtype="float32")}
 LSH = {"call": BandCall("lsh", lengths=(129, 129), flatter=8.0)}
 LSH_FULL = {"call": BandCall("lsh-iid", lengths=(127, 65), flatter=8.0, dtype="float32")}
 LSH_CAUSAL = {"call": BandCall("cuts", lengths=(129, 129), causal=True)}
@@ -119,7 +120,7 @@ MUTANTS = [
            ORACLE, LSH),
     Mutant("causal diagonal hidden", "_weights", "apart <= 0", "apart < 0", ORACLE, EXACT),
     Mutant("next token seen", "_weights", "apart <= 0", "apart <= 1", ORACLE, EXACT),
-    Mutant("causal counts not cut", "_weights", "counts *= lower", "pass",
+    Mutant("causal counts not cut", "_weights", "counts *= np.tri(", "counts + np.tri(",
            ORACLE, LSH_CAUSAL),
     Mutant("width off by one", "_weights", "<= self._widths", "< self._widths", ORACLE, WINDOW),
     Mutant("bias of other keys", "_weights", "self._bias[:, :, None, self._slice(chunk)]",
@@ -132,6 +133,16 @@ MUTANTS = [
     Mutant("huge slopes overflow", "_weights",
            "np.minimum(slopes, float(np.finfo(dtype).max) / 2**31)", "slopes",
            "test_a_huge_slope_is_self_attention", {"slope": 1e300, "dtype": "float32"}),
+    Mutant("counts kept for another seed", "_weights", "(self._recipe, self._causal,",
+           "(self._causal,", "test_counts_that_are_kept_are_those_of_the_call"),
+    Mutant("counts kept for another mask", "_weights", "self._causal, start,", "start,",
+           "test_counts_that_are_kept_are_those_of_the_call"),
+    Mutant("counts kept for another place", "_weights", "self._causal, start,", "self._causal,",
+           "test_counts_that_are_kept_are_those_of_the_call"),
+    Mutant("counts kept for another size of tiles", "_weights", "start, tiles, rows)",
+           "start, tiles)", "test_calls_of_other_sizes_leave_nothing_behind", error=ValueError),
+    Mutant("all counts kept", "_weights", "self.nbytes > COUNTED", "False",
+           "test_counts_that_are_kept_are_bounded"),
     # Copies and views
     Mutant("columns after the keys not zeroed", "_segment",
            "out[:, :, -(-held.stop // rows) :] = 0", "pass", POISON),
@@ -155,7 +166,7 @@ MUTANTS = [
     Mutant("overlapping windows added in one place", "_segment",
            "begin + tile : begin + tile + blocks", "begin : begin + blocks", ORACLE, LONG),
     Mutant("overlapping windows added from the last block", "_segment",
-           "add[:, :, :, block]", "add[:, :, :, -1]", ORACLE, WINDOW),
+           "add[:, :, :, block]", "add[:, :, :, -1]", ORACLE, NARROW),
     # The kernel
     Mutant("underflow not noticed", "_band", "(total >= limits.least)", "(total >= 0)",
            "test_a_hidden_key_far_above_the_visible_ones_empties_no_row", HIDDEN),

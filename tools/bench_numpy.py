@@ -108,6 +108,8 @@ def floor(call):
     segments = [
         _segment.Segment(call.job(t), _scratch.Scratch(), call.acc, _segment.FORWARD) for t in tasks
     ]
+    for segment in segments:
+        segment.v  # noqa: B018  copied here, and not below
 
     def run(item, scratch):
         task, segment = item

@@ -17,7 +17,7 @@ from plsh.backend import (
     Harness,
     Request,
 )
-from plsh.weights import DecayWeight
+from plsh.weights import DecayWeight, StepWeight
 
 from ._band import Given, backward, forward
 from ._scratch import AnyArray, Scratch
@@ -239,7 +239,8 @@ class _Call(NamedTuple):
             every = self.request.labels(start, stop)  # (H or 1, s, positions)
             return np.broadcast_to(every, (len(self.bandwidths), *every.shape[1:]))[heads]
 
-        return Steps(labels, weight.samples, max(widths), causal, self.acc)
+        recipe = (weight, task.heads) if isinstance(weight, StepWeight) else None
+        return Steps(labels, weight.samples, max(widths), causal, self.acc, recipe)
 
     def run(self, work: Callable[[Any, Scratch], None], items: list[Any]) -> None:
         """Run independent pieces of work, on threads if there is enough to do."""

@@ -60,14 +60,14 @@ def forward(job: Job, scratch: Scratch, acc: np.dtype[Any], out: AnyArray, lse: 
                 shift[batch, :, own, 0] = np.where(large[batch], top, 0)
                 p -= shift[batch, :, own, :, None, None]
             if clamped:
-                np.maximum(p, scratch.full(limits.floor, p.shape, acc), out=p)
+                np.clip(p, acc.type(limits.floor), acc.type(np.inf), out=p)
             np.exp2(p, out=p)
             for blocks, factor in factors:
                 p[:, :, :, blocks] *= factor
             segment.hide_segments(p, chunk, batch)
             _sum(segment, p, chunk, batch, total[batch, :, own], o[batch, :, own])
     log = _log(total, shift)
-    sums = np.matmul(o, scratch.full(1.0, (shape[4], 1), acc))[..., 0]
+    sums = np.matmul(o, np.ones((shape[4], 1), acc))[..., 0]
     right = ((total >= limits.least) | (total == 0)) & np.isfinite(sums)
     rows, size = slice(job.rows.start, job.rows.stop), len(job.rows)
     divisor = np.where(total == 0, 1, total).reshape(*total.shape[:2], -1, 1)
@@ -83,8 +83,7 @@ def _sum(
     segment: Segment, p: AnyArray, chunk: Chunk, batch: slice, total: AnyArray, out: AnyArray
 ) -> None:
     """Fill in the sums of P ``(b, G, tiles, rows)`` and of P v ``(b, G, tiles, rows, Dv)``."""
-    ones = segment.scratch.full(1.0, (segment.rows, 1), p.dtype)
-    _sum_blocks(np.matmul(p, ones)[..., 0], total)
+    _sum_blocks(np.matmul(p, np.ones((segment.rows, 1), p.dtype))[..., 0], total)
     values = segment.keys(segment.v, chunk, batch)
     _sum_blocks(_product(p, values, segment.scratch), out)
 
@@ -154,7 +153,7 @@ def backward(
     np.negative(base, out=do[..., dims_v])
     by_query = scratch.get("dq", (*segment.q.shape[:4], dims), acc)
     by_key, by_value = (
-        scratch.get(name, x.shape, acc) for name, x in (("dk", k), ("dv", segment.v))
+        scratch.get(name, (*k.shape[:4], d), acc) for name, d in (("dk", dims), ("dv", dims_v))
     )
     by_key[...], by_value[...] = 0, 0
     by_slope = np.zeros((segment.batch, segment.heads))
@@ -168,8 +167,7 @@ def backward(
             q, go = (segment.tiles(x, chunk, batch) for x in (segment.q, do))
             segment.scores(chunk, batch, p)
             if clamped:
-                np.maximum(p, scratch.full(limits.floor, p.shape, acc), out=p)
-                np.minimum(p, scratch.full(1.0, p.shape, acc), out=p)
+                np.clip(p, acc.type(limits.floor), acc.type(1), out=p)
             np.exp2(p, out=p)
             for blocks, factor in factors:
                 p[:, :, :, blocks] *= factor
@@ -232,8 +230,10 @@ def _row_terms(segment: Segment, given: Given, do: AnyArray) -> tuple[AnyArray, 
     lse: AnyArray = np.zeros(tokens, dtype=segment.acc)
     lse[:, :, :count] = (known + job.weight.normaliser) * LOG2E
     do[dead.reshape(do.shape[:4])] = 0
-    out = segment.copy_queries("dq", given.out)[..., : do.shape[4]]
-    base = np.einsum("bhnrd,bhnrd->bhnr", do, out).reshape(tokens)
+    # In one order of memory, so that sums are made in one order.
+    out = given.out[:, :, rows].astype(segment.acc, order="C", copy=False)
+    base = np.zeros(tokens, dtype=segment.acc)
+    base[:, :, :count] = np.einsum("bhnd,bhnd->bhn", flat(do)[:, :, :count], out)
     if given.grad_lse is not None:
         base[:, :, :count] -= given.grad_lse[:, :, rows]
     lse[dead], base[dead] = 0, 0

@@ -27,11 +27,3 @@ class Scratch:
         if held is None or held.size < size:
             held = self._held[name, dtype] = np.empty(size, dtype=dtype)
         return held[:size].reshape(shape)
-
-    def full(self, value: float, shape: tuple[int, ...], dtype: np.dtype[Any]) -> AnyArray:
-        """Return a constant array, against which a maximum is four times as fast as a scalar."""
-        size, name = math.prod(shape), f"full {value}"
-        held = self._held.get((name, dtype))
-        if held is None or held.size < size:
-            held = self._held[name, dtype] = np.full(size, value, dtype=dtype)
-        return held[:size].reshape(shape)

@@ -4,6 +4,7 @@ Tiles and blocks are squares of one size, so that a tile and all keys that it vi
 included, are one stack of equal products.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -85,7 +86,7 @@ class Segment:
         self.held = slice(low - origin, high - origin)  # of the blocks' positions, with keys
         self.source = slice(low - keys.start, high - keys.start)  # of the keys
         self._ids = None if job.ids is None else self._copy_ids(*job.ids)
-        self.q, self.v = self.copy_queries("q", job.q), self.copy_keys("v", job.v)
+        self.q = self.copy_queries("q", job.q)
         self.kt = self.copy_transposed("kt", job.k)
         dims = job.q.shape[3]
         self.kt[..., :dims, :] *= acc.type(job.scale * LOG2E)
@@ -94,6 +95,11 @@ class Segment:
         self.bound = float(self.bounds.max(initial=0))
         farthest = rows * max(self.widest.left + 1, self.widest.right + 1)
         self.slant = job.weight.steepest * farthest  # of the bias
+
+    @functools.cached_property
+    def v(self) -> AnyArray:
+        """The values, ``(B, G, blocks, rows, Dv)``; the backward pass needs them transposed."""
+        return self.copy_keys("v", self.job.v)
 
     def copy_queries(self, name: str, x: AnyArray) -> AnyArray:
         """Copy ``(B, G, Nq, D)`` to the segment's tiles ``(B, G, tiles, rows, D + extra)``."""
@@ -188,10 +194,10 @@ class Segment:
         """Add ``(b, G, tiles, blocks, rows, D)`` to ``(b, G, all blocks, rows, D)``.
 
         Neighbouring tiles share blocks: one tile at a time, or one block of all, whichever takes
-        fewer steps.
+        less time; a tile's are contiguous.
         """
         begin, (tiles, blocks) = self._block(chunk), add.shape[2:4]
-        if tiles <= blocks:
+        if tiles <= 4 * blocks:
             for tile in range(tiles):
                 total[:, :, begin + tile : begin + tile + blocks] += add[:, :, tile]
         else:

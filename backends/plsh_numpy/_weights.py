@@ -12,7 +12,9 @@ weight knows the distance: a decay over it is one factor, which completes its ``
 
 import functools
 import math
-from collections.abc import Callable
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,6 +26,8 @@ from ._scratch import AnyArray, Scratch
 LOG2E = 1 / math.log(2)
 PIECE = 1 << 15
 """Pairs of the diagonals that are counted at once: what is fresh each time stays small."""
+COUNTED = 1 << 25
+"""Bytes of counts of diagonals that are kept for the backward pass and the next call, at most."""
 
 Factors: TypeAlias = list[tuple[slice, AnyArray]]
 """Some of a chunk's blocks, and what their pairs are multiplied by, in full or to broadcast."""
@@ -63,8 +67,8 @@ class Decay:
         seen = self._apart <= self._widths[:, None] - gap  # (G, positions)
         if self._causal:
             seen &= apart <= 0
-        hidden = ~_squares(seen.all(axis=0), rows).all(axis=(1, 2))
-        some = np.flatnonzero(hidden)  # blocks
+        every = np.logical_and.reduce(seen, axis=0)
+        some = np.flatnonzero(~_squares(every, rows).all(axis=(1, 2)))  # blocks with hidden pairs
         runs = np.split(some, np.flatnonzero(np.diff(some) > 1) + 1) if some.size else []
         table = _squares(seen, rows)  # (G, blocks, rows, rows)
         self._seen = [
@@ -107,7 +111,8 @@ class Steps:
     """Counts of the partitions in which a pair shares a block.
 
     ``labels(start, stop)`` gives those of a range of positions, ``(G, samples, positions)``;
-    `width` is a distance that no block exceeds.
+    `width` is a distance that no block exceeds. What has the same `recipe` has the same labels;
+    None is like no other.
     """
 
     steepest = 0.0
@@ -119,8 +124,9 @@ class Steps:
         width: int,
         causal: bool,
         dtype: np.dtype[Any],
+        recipe: Hashable = None,
     ) -> None:
-        self._labels, self.samples, self.width = labels, samples, width
+        self._labels, self.samples, self.width, self._recipe = labels, samples, width, recipe
         self._causal, self._dtype = causal, dtype
         self.normaliser = math.log(samples)
 
@@ -153,7 +159,8 @@ class Steps:
             high = ends.max(axis=(0, 2))
             self._ends = ends - first[:, None]
             self._right = self._step.take(labels[..., -1], axis=0, mode="clip")
-        self._diagonals = self._count_diagonals(labels)
+        key = self._recipe and (self._recipe, self._causal, start, tiles, rows)
+        self._diagonals = _DIAGONALS.get(key, lambda: self._count_diagonals(labels))
         reach = step_reach(first, rows, low, high, self._causal, keys)
         self._schedule = Schedule.of(first, rows, rows, reach)
         return self._schedule
@@ -161,24 +168,24 @@ class Steps:
     def _count_diagonals(self, labels: AnyArray) -> AnyArray:
         """Return the counts of tiles with the keys at their positions, ``(G, tiles, rows, rows)``.
 
-        `labels` ``(G, tiles, s, rows)`` are relative to the tile.
+        `labels` ``(G, tiles, s, rows)`` are relative to the tile. The counts are small integers.
         """
         # For j <= i a partition counts iff i's block begins at or before j: a histogram of block
         # begins among the tile's columns, then its running sum. The rest is symmetric. Padding
         # below position 0 is labelled after itself.
         heads, tiles, _, rows = labels.shape
-        counts = np.empty((heads, tiles, rows, rows), dtype=self._dtype)
-        lower = np.tri(rows, dtype=self._dtype)
+        counts = np.empty((heads, tiles, rows, rows), dtype=np.min_scalar_type(self.samples))
+        upper = np.tri(rows, dtype=self._dtype).T
         step = max(1, PIECE // (heads * rows * rows))
         line = rows * np.arange(heads * step * rows, dtype=np.int32)
         for tile in range(0, tiles, step):
-            piece = counts[:, tile : tile + step]
+            piece = counts[:, tile : tile + step]  # counts are exact in any dtype
             begins = np.clip(labels[:, tile : tile + step], 0, rows - 1)
             begins += line[: piece.size // rows].reshape(heads, -1, 1, rows)
             found = np.bincount(begins.ravel(), minlength=piece.size).astype(self._dtype)
             # A product with a triangle sums along the rows at a third of the cost of cumsum.
-            np.matmul(found.reshape(piece.shape), lower.T, out=piece)
-        counts *= lower
+            piece[...] = np.matmul(found.reshape(piece.shape), upper)
+        counts *= np.tri(rows, dtype=counts.dtype)
         if not self._causal:
             counts += np.tril(counts, -1).swapaxes(-1, -2)
         return counts
@@ -208,6 +215,39 @@ class Steps:
         index = at[:, :, None] - rows * blocks[:, None]
         out = scratch.get("far", (*index.shape, rows), self._dtype)
         return self._step.take(index, axis=0, out=out, mode="clip")
+
+
+class _Kept:
+    """Arrays lately made, least recently used out first, bounded in bytes; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: OrderedDict[Hashable, AnyArray] = OrderedDict()
+        self.nbytes = 0
+
+    def get(self, key: Hashable, make: Callable[[], AnyArray]) -> AnyArray:
+        """Return what is held under a key, or make it; a key of None is never held."""
+        with self._lock:
+            if key in self._held:
+                self._held.move_to_end(key)
+                return self._held[key]
+        made = make()  # outside the lock: two threads may both make it
+        if key is None or self._cost(made) > COUNTED:
+            return made
+        with self._lock:
+            if key not in self._held:
+                self._held[key] = made
+                self.nbytes += self._cost(made)
+            while self.nbytes > COUNTED:
+                self.nbytes -= self._cost(self._held.popitem(last=False)[1])
+        return made
+
+    @staticmethod
+    def _cost(x: AnyArray) -> int:
+        return x.nbytes + 1024  # with the key and the array's own header
+
+
+_DIAGONALS = _Kept()
 
 
 def _product(near: AnyArray, far: AnyArray, out: AnyArray) -> None:
