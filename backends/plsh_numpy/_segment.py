@@ -164,9 +164,12 @@ class Segment:
             keys.reshape(self.batch, 1, -1, 1, self.rows),
         )
 
-    def chunks(self) -> Iterator[Chunk]:
-        """Batch neighbouring tiles."""
-        return self.schedule.chunks(self.size.pairs)
+    def chunks(self) -> list[Chunk]:
+        """Batch neighbouring tiles; the largest chunk comes first, so that memory is made once."""
+        chunks = list(self.schedule.chunks(self.size.pairs))
+        largest = max(chunks, key=lambda chunk: chunk.tiles * chunk.pairs)
+        chunks.remove(largest)
+        return [largest, *chunks]
 
     def batches(self, chunk: Chunk) -> Iterator[slice]:
         """Cut the batch rows so that a step stays at the size of a chunk."""
