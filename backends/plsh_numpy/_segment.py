@@ -31,8 +31,8 @@ class Size(NamedTuple):
     """Pairs of a chunk: fewer cost more calls, more leave the second-level cache."""
 
 
-FORWARD = Size(64, 1 << 19)
-BACKWARD = Size(64, 1 << 18)
+FORWARD = Size(64, 1 << 18)
+BACKWARD = Size(64, 1 << 17)
 
 
 class Job(NamedTuple):
