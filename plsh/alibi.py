@@ -5,6 +5,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from . import compat
+
 __all__ = ["alibi_slopes"]
 
 
@@ -52,17 +54,18 @@ def alibi_slopes(heads: int, max_bias: float = 8.0) -> npt.NDArray[np.float64]:
 
 def slopes_of(heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
     """`alibi_slopes` as Python numbers, which hash and which compilers fold."""
-    if isinstance(heads, bool) or not hasattr(heads, "__index__"):
+    count = compat.as_int(heads)
+    if count is None:
         raise TypeError(f"heads must be an integer, got {heads!r}")
     if isinstance(max_bias, bool) or not isinstance(max_bias, int | float):
         raise TypeError(f"max_bias must be a number, got {max_bias!r}")
-    if heads < 0:
+    if count < 0:
         raise ValueError(f"heads must be >= 0, got {heads}")
     if not 0 < max_bias < math.inf:
         raise ValueError(f"max_bias must be positive and finite, got {max_bias}")
-    if heads == 0:
+    if count == 0:
         return ()
-    power = 1 << (int(heads).bit_length() - 1)
+    power = 1 << (int(count).bit_length() - 1)
     series = tuple(2.0 ** (-max_bias * k / power) for k in range(1, power + 1))
     between = tuple(2.0 ** (-max_bias * k / (2 * power)) for k in range(1, 2 * power, 2))
-    return series + between[: heads - power]
+    return series + between[: count - power]

@@ -285,7 +285,6 @@ def _prepare(
     )
     q, k, v = shape.arrange(q), shape.arrange(k), shape.arrange(v)
     batch, heads, len_q, head_dim = q.shape
-    heads = int(heads)
     len_k = k.shape[2]
     rows = batch if shape.batched else None
     first_q, first_k = rules.check_offsets(q_offset, k_offset, (len_q, len_k), kind, rows)

@@ -12,6 +12,7 @@ PUBLIC = {
     "plsh",
     "plsh.backend",
     "plsh.compat",
+    "plsh.partition",
     "plsh.testing",
     "plsh.testing.harness_for",
     "plsh.theory",
