@@ -197,9 +197,10 @@ def resolve(method: Method, slopes: Any, default: tuple[float, ...], heads: int)
     if method.width is None:
         tol = DEFAULT_TOL if method.tol is None else method.tol
         known = _concrete(slopes, "Window(tol=…)", "pass Window(width), which needs no slopes")
-        rows = known if known and isinstance(known[0], tuple) else (known,)
+        rows = known if not known or isinstance(known[0], tuple) else (known,)
         # Slopes per batch row share one band a head: that of the flattest.
-        widths = tuple(window_width(min(row[h] for row in rows), tol) for h in range(heads))
+        flattest = [min((row[h] for row in rows), default=0.0) for h in range(heads)]
+        widths = tuple(window_width(slope, tol) for slope in flattest)
         return Resolved(DecayWeight(widths), slopes, None)
     widths = method.width if isinstance(method.width, tuple) else (method.width,) * heads
     if len(widths) != heads:

@@ -120,6 +120,7 @@ def _torch() -> Harness:
         return found
 
     def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
+        torch._dynamo.reset()  # it gives up on a function that it has compiled a few times
         return torch.compile(f, fullgraph=True, backend="aot_eager")
 
     return Harness(

@@ -18,6 +18,7 @@ from plsh.conformance.suite.common import (
     make,
     wide,
 )
+from plsh.methods import Window
 from plsh.reduction import merge
 from plsh.testing import assert_gradients_close
 
@@ -201,6 +202,9 @@ def test_gradient_by_slopes_of_no_batch_row(method, shape, subject):
     _, got = subject.gradients(q, k, v, grad_out, **{**keywords, "slopes": slopes})
     assert tuple(got.slopes.shape) == shape
     assert not np.any(subject.host(got.slopes))
+    if method == "window":  # by tol, the widths come from the slopes
+        by_tol = {**keywords, "method": Window(tol=0.5), "slopes": slopes}
+        assert subject.attention(q, k, v, **by_tol).shape[:3] == (0, 4, 12)
 
 
 @pytest.mark.requirement("ATT-26", "ATT-25", "BCK-11")

@@ -1,0 +1,157 @@
+"""The operators ``plsh_torch::attend`` and ``plsh_torch::attend_backward``.
+
+To compilers they are opaque: tensors and plain values go in, and everything that draws, locks or
+reads values of tensors happens inside. Import this module to register them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plsh import UnsupportedByBackendError
+from plsh.compat import without_autocast
+
+from ._band import Given as Output
+from ._call import Call
+from ._recipe import Given, Recipe, decode
+
+TENSORS = len(Given._fields)
+
+
+@torch.library.custom_op("plsh_torch::attend", mutates_args=())
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    q_offset: Tensor | None,
+    k_offset: Tensor | None,
+    q_segments: Tensor | None,
+    k_segments: Tensor | None,
+    labels: Tensor | None,
+    causal: bool,
+    scale: float,
+    host_slopes: list[float],
+    q_start: list[int],
+    k_start: list[int],
+    bandwidths: list[int],
+    samples: int,
+    sampler: str,
+    table: list[int],
+    family: str,
+    parameters: list[float],
+    seed: list[int],
+    head_ids: list[int],
+) -> tuple[Tensor, Tensor]:
+    """Return out ``(B, H, Nq, Dv)`` and lse ``(B, H, Nq)``."""
+    given = Given(slopes, q_offset, k_offset, q_segments, k_segments, labels)
+    recipe = Recipe(
+        causal, scale, host_slopes, q_start, k_start, bandwidths, samples, sampler, table, family,
+        parameters, seed, head_ids,
+    )  # fmt: skip
+    with torch.no_grad(), without_autocast(q):
+        return Call(q, k, v, decode(q, k, v, given, recipe)).forward()
+
+
+@torch.library.custom_op("plsh_torch::attend_backward", mutates_args=())
+def attend_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    wanted: list[bool],
+    slopes: Tensor | None,
+    q_offset: Tensor | None,
+    k_offset: Tensor | None,
+    q_segments: Tensor | None,
+    k_segments: Tensor | None,
+    labels: Tensor | None,
+    causal: bool,
+    scale: float,
+    host_slopes: list[float],
+    q_start: list[int],
+    k_start: list[int],
+    bandwidths: list[int],
+    samples: int,
+    sampler: str,
+    table: list[int],
+    family: str,
+    parameters: list[float],
+    seed: list[int],
+    head_ids: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients by q, k, v and the slopes; an empty tensor where none is wanted."""
+    given = Given(slopes, q_offset, k_offset, q_segments, k_segments, labels)
+    recipe = Recipe(
+        causal, scale, host_slopes, q_start, k_start, bandwidths, samples, sampler, table, family,
+        parameters, seed, head_ids,
+    )  # fmt: skip
+    with torch.no_grad(), without_autocast(q):
+        call = Call(q, k, v, decode(q, k, v, given, recipe))
+        flags = (wanted[0], wanted[1], wanted[2], wanted[3])
+        found = list(call.backward(Output(out, lse, grad_out, grad_lse), flags))
+        if slopes is not None and found[3] is not None:
+            by_slope = found[3] if slopes.ndim == 2 else found[3].sum(dim=0)
+            found[3] = by_slope.to(slopes.dtype)
+        dq, dk, dv, dm = (q.new_empty(0) if x is None else x for x in found)
+    return dq, dk, dv, dm
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+@attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    rows = q.shape[:3]
+    return q.new_empty((*rows, v.shape[3])), q.new_empty(rows, dtype=_lse_dtype(q))
+
+
+@attend_backward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor,
+    wanted: list[bool], slopes: Tensor | None, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    inputs = (q, k, v, slopes)
+    return tuple(
+        x.new_empty(x.shape) if wish and x is not None else q.new_empty(0)
+        for x, wish in zip(inputs, wanted, strict=True)
+    )
+
+
+# --- autograd ---
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep what `differentiate` needs."""
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3 : 3 + TENSORS])
+    ctx.recipe = inputs[3 + TENSORS :]
+
+
+def differentiate(
+    ctx: Any, grad_out: Tensor, grad_lse: Tensor, operator: Any = attend_backward
+) -> tuple[Any, ...]:
+    """Return the gradients by the inputs of `attend`."""
+    q, k, v, out, lse, *given = ctx.saved_tensors
+    wanted = list(ctx.needs_input_grad[:4])
+    found = operator(q, k, v, out, lse, grad_out, grad_lse, wanted, *given, *ctx.recipe)
+    grads = [x if wish else None for x, wish in zip(found, wanted, strict=True)]
+    return (*grads, *(None,) * (TENSORS - 1 + len(ctx.recipe)))
+
+
+attend.register_autograd(differentiate, setup_context=save)
+
+
+def refuse(ctx: Any, *grads: Any) -> Any:
+    """Say who has a second derivative."""
+    raise UnsupportedByBackendError(
+        "backend 'torch' has no second derivative; take plsh.attention(…, backend='reference'), "
+        "which differentiates any number of times"
+    )
+
+
+attend_backward.register_autograd(refuse)

@@ -1,0 +1,201 @@
+"""Whole heads of few queries, or of few tokens: all heads of some batch rows in one product each.
+
+A piece is a run of keys here, as indices.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ._scratch import Scratch
+from ._tiles import PAIRS, Tokens
+from ._weights import LOG2E, Labels, Piece
+
+
+class WholeDecay:
+    """``exp(-slope * distance)`` within a width, for the queries and keys of whole heads.
+
+    `slopes` is ``(B or 1, H)``.
+    """
+
+    normaliser = 0.0
+
+    def __init__(
+        self, slopes: Tensor, widths: tuple[int, ...], causal: bool, queries: range, keys: range
+    ) -> None:
+        dtype = slopes.dtype
+        row = torch.arange(queries.start, queries.stop, dtype=torch.int64, device="cpu")
+        key = torch.arange(keys.start, keys.stop, dtype=torch.int64, device="cpu")
+        apart = row[:, None] - key
+        self.distance = apart.abs()
+        limit = torch.tensor(widths, dtype=torch.int64, device="cpu")[:, None, None]
+        seen = self.distance <= limit  # (H, rows, W)
+        self._hidden = ~(seen & (apart >= 0) if causal else seen)
+        self._all = not self._hidden.any()
+        self.distance = self.distance.to(dtype)
+        self._slopes = slopes
+
+    def start(self, p: Tensor, at: slice, bounded: bool) -> float:
+        """Fill ``(B, H, rows, W)``; return what the product must scale it by."""
+        p.copy_(self.distance[:, at]).mul_(self._slopes[..., None, None] * -LOG2E)
+        if bounded and not self._all:
+            p.masked_fill_(self._hidden[..., at], -math.inf)
+        return 1.0
+
+    def start_exactly(self, p: Tensor, at: slice) -> float:
+        """As `start`, in units of e: distances as integers, rounded once."""
+        p.copy_(self.distance[:, at]).mul_(-self._slopes[..., None, None])
+        return 1.0
+
+    def factor(self, at: slice, bounded: bool) -> Tensor | None:
+        """Return 1 where a pair is in the band, ``(H, rows, W)``; None where all are."""
+        if bounded or self._all:
+            return None
+        return (~self._hidden[..., at]).to(self.distance.dtype)
+
+
+class WholeSteps:
+    """Counts of the partitions in which pairs share a block, ``(H or 1, rows, W)``."""
+
+    def __init__(self, counts: Tensor, samples: int) -> None:
+        self._counts, self.normaliser = counts, math.log(samples)
+
+    def start(self, p: Tensor, at: slice, bounded: bool) -> float:
+        """Return 0: the counts say it all."""
+        return 0.0
+
+    def start_exactly(self, p: Tensor, at: slice) -> float:
+        """Return 0."""
+        return 0.0
+
+    def factor(self, at: slice, bounded: bool) -> Tensor:
+        """Return the counts."""
+        return self._counts[..., at]
+
+
+def count_pairs(
+    labels_q: Labels, labels_k: Labels, queries: range, keys: range, causal: bool
+) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """Count the partitions in which queries and keys share a block, ``(H, rows, W)``.
+
+    Of a pair, the later token's block begins at or before the earlier one: for each token a
+    histogram of where its blocks begin on the other axis, then its running sum. Labels are
+    ``(H, s, n)``.
+    """
+    apart = np.arange(queries.start, queries.stop)[:, None] - np.arange(keys.start, keys.stop)
+    before = _begun(labels_q, keys)
+    if causal:
+        return np.where(apart >= 0, before, 0)
+    return np.where(apart >= 0, before, _begun(labels_k, queries).swapaxes(-1, -2))
+
+
+def _begun(labels: Labels, at: range) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """Count for each token the blocks that have begun at each position: ``(H, n, len(at))``."""
+    heads, _, count = labels.shape
+    size = len(at) + 1
+    begins = np.clip(labels.astype(np.int64) - at.start, 0, len(at))
+    line = size * np.arange(heads * count).reshape(heads, 1, count)
+    found = np.bincount((begins + line).ravel(), minlength=heads * count * size)
+    return np.cumsum(found.reshape(heads, count, size)[..., :-1], axis=-1)
+
+
+class Whole:
+    """All heads of batch rows: ``N = B * Hkv`` products, the queries of a key head in one."""
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        batch: slice,
+        weight: WholeDecay | WholeSteps,
+        visited: range,
+        scratch: Scratch,
+    ) -> None:
+        self.acc, self.scratch, self.weight = tokens.acc, scratch, weight
+        self._tokens, self._batch, self._visited = tokens, batch, visited
+        count = batch.stop - batch.start
+        self._products = count * tokens.k.shape[1]
+        self._rows = tokens.group * tokens.q.shape[2]
+        step = max(1, PAIRS // (self._products * self._rows))
+        self.pieces = [
+            Piece(c, min(c + step, visited.stop)) for c in range(visited.start, visited.stop, step)
+        ]
+
+    # --- tokens in ---
+
+    def queries(self, name: str, x: Tensor) -> Tensor:
+        """Return ``(B, H, Nq, D)`` as ``(N, group * Nq, D)``."""
+        own = self._clean(x[self._batch], 0, slice(None))
+        return own.reshape(self._products, self._rows, x.shape[3])
+
+    def keys(self, name: str, x: Tensor, piece: Piece) -> Tensor:
+        """Return a piece's keys of ``(B, Hkv, Nk, D)``: ``(N, W, D)``."""
+        at = slice(*piece)
+        own = self._clean(x[self._batch, :, at], 1, at)
+        return own.reshape(self._products, piece.end - piece.begin, x.shape[3])
+
+    def _clean(self, x: Tensor, side: int, at: slice) -> Tensor:
+        x = x.to(self.acc)
+        if self._tokens.ids is None:
+            return x
+        padding = self._tokens.ids[side][self._batch, at] < 0
+        return x.masked_fill(padding[:, None, :, None], 0)  # it must not spread
+
+    # --- weights ---
+
+    def pairs(self, p: Tensor) -> Tensor:
+        """View products ``(N, R, W)`` as the weight sees them, ``(B, H, Nq, W)``."""
+        return p.view(-1, self._tokens.q.shape[1], self._tokens.q.shape[2], p.shape[-1])
+
+    def _at(self, piece: Piece) -> slice:
+        return slice(piece.begin - self._visited.start, piece.end - self._visited.start)
+
+    def start(self, p: Tensor, piece: Piece, bounded: bool) -> float:
+        """Fill pairs with the weight's start; return what the product must scale it by."""
+        return self.weight.start(p, self._at(piece), bounded)
+
+    def start_exactly(self, p: Tensor, piece: Piece) -> float:
+        """As `start`, in units of e."""
+        return self.weight.start_exactly(p, self._at(piece))
+
+    def factor(self, piece: Piece, bounded: bool) -> Tensor | None:
+        """Return the weight's factor of a piece; None for 1."""
+        return self.weight.factor(self._at(piece), bounded)
+
+    def mask(self, piece: Piece) -> Tensor | None:
+        """Return 1 where the key is of the query's segment, else 0; None for all 1."""
+        if self._tokens.ids is None:
+            return None
+        queries, keys = (ids[self._batch] for ids in self._tokens.ids)
+        keys = keys[:, slice(*piece)]
+        same = (queries[:, :, None] == keys[:, None]) & (keys >= 0)[:, None]
+        return same[:, None].to(self.acc)  # (B, 1, Nq, W)
+
+    def distance_sum(self, ds: Tensor, piece: Piece) -> Tensor:
+        """Sum pairs times distance, ``(B, H)``."""
+        distance = self.weight.distance[:, self._at(piece)]  # type: ignore[union-attr]
+        return (self.pairs(ds) * distance).sum(dim=(-2, -1), dtype=torch.float64)
+
+    # --- results out ---
+
+    def per_head(self, x: Tensor) -> Tensor:
+        """View what belongs to these batch rows of ``(B, H)``."""
+        return x[self._batch]
+
+    def place(self, to: Tensor) -> Tensor | None:
+        """View these rows of ``(B, H, Nq, D)`` as ``(N, R, D)``; None where they do not fit."""
+        if to.dtype != self.acc:
+            return None
+        return to[self._batch].view(self._products, self._rows, to.shape[3])
+
+    def put(self, to: Tensor, x: Tensor) -> None:
+        """Write ``(N, R, …)`` to these rows of ``(B, H, Nq, …)``."""
+        own = to[self._batch]
+        own.copy_(x.view(own.shape))
+
+    def add_to_keys(self, to: Tensor, piece: Piece, pairs: Tensor, x: Tensor, scale: float) -> None:
+        """Add ``scale * pairs^T x`` to ``(B, Hkv, Nk, D)``; see `Tiles.add_to_keys`."""
+        own = to[self._batch, :, slice(*piece)]
+        own.add_(torch.bmm(pairs.mT, x).view(own.shape), alpha=scale)

@@ -1,0 +1,207 @@
+"""Faults of the torch backend that its tests must find: each mutant is killed by a named test.
+
+A mutant of the kernel is its modules with one piece of source replaced, compiled afresh and put
+behind the operators; a mutant of the call path or of the vmap rule takes the place of the functions
+that it changes.
+"""
+
+import importlib
+import inspect
+import sys
+import types
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import plsh_torch
+import pytest
+import test_torch_backend as tests
+import test_torch_transforms as transforms
+import torch
+from plsh_torch import _attend, _ops, _vmap
+from test_torch_backend import TorchCall
+
+KERNEL = ("_cache", "_scratch", "_weights", "_tiles", "_whole", "_band", "_call")
+"""The kernel's modules, each after those that it imports."""
+FOLDER = Path(plsh_torch.__file__).parent
+
+
+class Mutant(NamedTuple):
+    """One fault: `old` text of a module becomes `new`, and `test` fails with `error`."""
+
+    name: str
+    module: str
+    old: str
+    new: str
+    test: str
+    arguments: dict[str, Any] = {}
+    error: Any = AssertionError
+
+    def __str__(self) -> str:
+        return self.name.replace(" ", "-")
+
+
+ORACLE = "test_call_equals_oracle"
+CUT = "test_any_cut_of_the_work_gives_the_same"
+EXACT = {"call": TorchCall("exact", (2, 1), (321, 321), (16, 8), 1, dtype="float32", flatter=9.0)}
+CAUSAL = {"call": TorchCall("exact", (2, 1), (321, 321), (16, 8), 1, True, flatter=99.0)}
+WINDOW = {"call": TorchCall("windows", (2, 2), (321, 321), (16, 8), 1, dtype="float32")}
+LSH = {"call": TorchCall("lsh", (2, 1), (321, 321), (16, 8), 1, flatter=32.0)}
+LSH_CAUSAL = {"call": TorchCall("cuts", (2, 1), (321, 321), (16, 8), 1, causal=True)}
+SHORT = {"call": TorchCall("lsh", lengths=(33, 65), flatter=8.0)}
+DECAY = {"call": TorchCall("window", lengths=(33, 65))}
+PADDED = {"call": TorchCall("exact", lengths=(321, 321), segments="one", dtype="float32")}
+GROUPED = {"call": TorchCall("exact", (4, 2), (321, 321), dtype="float32")}
+HIDDEN = {"case": "future", "n": 290, "dtype": "float32"}
+NAN = {"method": "exact", "causal": False, "fill": float("nan")}
+POISON = "test_nothing_is_read_before_it_is_written"
+MATES = {"method": "exact", "dtype": "float32"}
+COMPILES = "test_a_seed_that_changes_each_step_compiles_at_most_twice"
+
+MUTANTS = [
+    # Tiles
+    Mutant("last block with keys left out", "_tiles", "(count - 1 - first) // rows",
+           "(count - 1 - first) // rows - 1", ORACLE, EXACT),
+    Mutant("first block with keys left out", "_tiles", "chunk.tiles * rows - 1) // rows)",
+           "chunk.tiles * rows - 1) // rows) + 1", ORACLE, CAUSAL),
+    Mutant("chunk as wide as its first tile", "_tiles", "before if before > left else left",
+           "left or before", ORACLE, CAUSAL),
+    Mutant("padding copied", "_tiles", "(ids[self._batch, there] < 0)[:, None], 0)",
+           "(ids[self._batch, there] < -9)[:, None], 0)",
+           "test_what_stands_in_padding_reaches_nothing", NAN),
+    Mutant("padding sees padding", "_tiles", "keys.masked_fill_(keys < 0, -2)", "pass",
+           ORACLE, PADDED),
+    Mutant("rows before the keys not zeroed", "_tiles", "out[: here.start] = 0", "pass", POISON),
+    Mutant("missing keys seen", "_tiles", "if len(at) == here.stop - here.start:", "if True:",
+           ORACLE, EXACT),
+    Mutant("wrong key head", "_tiles", "head = x[self._batch, self._head // self._tokens.group]",
+           "head = x[self._batch, self._head % x.shape[1]]", ORACLE, GROUPED),
+    Mutant("sums over keys from shifted windows", "_tiles", "own = total[tile * rows :",
+           "own = total[tile * rows + 1 :", ORACLE, EXACT, (AssertionError, RuntimeError)),
+    Mutant("keys at the edge get no gradient", "_tiles", "head[there] += total[here]", "pass",
+           ORACLE, EXACT),
+    # Weights
+    Mutant("block's first key left out", "_weights", "torch.ge(key, self._near(begins, at)",
+           "torch.gt(key, self._near(begins, at)", ORACLE, LSH),
+    Mutant("block's last query left out", "_weights", "torch.lt(query, self._near(ends, 0)",
+           "torch.lt(query, self._near(ends, 1)", ORACLE, LSH),
+    Mutant("right pivot ignored", "_weights", "torch.ge(query, self._near(begins, 0)",
+           "torch.ge(query, self._near(begins, FAR)", ORACLE, LSH),
+    Mutant("diagonal counted twice", "_weights", "far[:, : self.samples, -at:] = 0", "pass",
+           "test_any_cut_of_the_work_gives_the_same", {"method": "lsh", "causal": False}),
+    Mutant("causal diagonal not cut", "_weights", ".mul_(lower)", "", ORACLE, LSH_CAUSAL),
+    Mutant("normaliser forgotten", "_weights", "math.log(self.samples)", "0.0", ORACLE, LSH),
+    Mutant("width off by one", "_weights", "apart.abs() <= self._width",
+           "apart.abs() < self._width", ORACLE, WINDOW),
+    Mutant("distance off by a piece", "_weights", "-sign * piece.begin * self._rows",
+           "-sign * piece.end * self._rows", CUT, {"method": "exact", "causal": True}),
+    # Whole heads
+    Mutant("width of whole heads off by one", "_whole", "self.distance <= limit",
+           "self.distance < limit", ORACLE, DECAY),
+    Mutant("later keys counted by the query's blocks", "_whole",
+           "_begun(labels_k, queries).swapaxes(-1, -2)", "before", ORACLE, SHORT),
+    Mutant("whole keys start late", "_call", "max(ahead - reach, 0)", "max(ahead - reach + 1, 0)",
+           "test_chunks_of_queries_equal_the_whole", {"method": "window", "causal": True}),
+    # The kernel
+    Mutant("scale forgotten in the gradient", "_band", "piece, ds, q, scale)", "piece, ds, q, 1.0)",
+           ORACLE, EXACT),
+    Mutant("lse taken for constant", "_band",
+           'base = base - group.queries("dlse", given.grad_lse[..., None])', "pass",
+           ORACLE, EXACT),
+    Mutant("row sum dropped", "_band", "        ds -= base\n", "", ORACLE, EXACT),
+    Mutant("underflow not noticed", "_band", "(total >= limits.least) &", "(total >= 0) &",
+           "test_a_hidden_key_far_above_the_visible_ones_empties_no_row", HIDDEN),
+    Mutant("shift of mates", "_band", "torch.where(mode.large, top, 0)", "top + 0.1",
+           "test_a_batch_row_does_not_depend_on_its_mates", MATES),
+    Mutant("cotangents of dead rows kept", "_band",
+           'group.queries("do", given.grad_out).masked_fill(dead, 0)',
+           'group.queries("do", given.grad_out)',
+           "test_rows_that_see_no_key_have_no_gradient", {"method": "exact"}),
+    Mutant("keys summed one after another", "_band", "STRIP = 256", "STRIP = 1 << 30",
+           "test_sums_over_many_keys_lose_no_digits", {"method": "exact", "rows": 1}),
+    Mutant("slopes' gradient of the wrong sign", "_band", ".sub_(group.distance_sum(ds, piece))",
+           ".add_(group.distance_sum(ds, piece))", ORACLE, EXACT),
+    # The call path and the vmap rule
+    Mutant("seed drawn on the call path", "_recipe", "_words(step.seed) if step",
+           "_words(__import__('plsh').hashing.fold_seed(step.seed)) if step", COMPILES,
+           {"as_tuple": True, "grad": False}, Exception),
+    Mutant("large seeds folded together", "_recipe", "word - (1 << 64) if word >= 1 << 63",
+           "word - (1 << 63) if word >= 1 << 63",
+           "test_seeds_up_to_the_largest_word_are_told_apart"),
+    Mutant("mapped slopes serve the wrong rows", "_vmap",
+           "whole[:, None].expand(size, batch, *whole.shape[1:])",
+           "whole[None].expand(batch, size, *whole.shape[1:])",
+           "test_vmap_over_operands_equals_a_loop"),
+    Mutant("gradient of shared slopes not summed", "_vmap", "by_slope.sum(dim=1)",
+           "by_slope.mean(dim=1)", "test_vmap_of_grad_and_grad_of_vmap_equal_a_loop",
+           {"shape": (4,)}),
+]  # fmt: skip
+
+
+def put_in_place(monkeypatch, module=None, old="", new=""):
+    """Compile the kernel with a piece of one module replaced, and let tests run on it."""
+    package = types.ModuleType("mutant")
+    package.__path__ = []
+    monkeypatch.setitem(sys.modules, "mutant", package)
+    made = {}
+    for name in (*KERNEL, "_recipe", "_vmap"):
+        source = (FOLDER / f"{name}.py").read_text()
+        if name == module:
+            assert source.count(old) == 1, f"{old!r} is in {name} {source.count(old)} times"
+            source = source.replace(old, new)
+        if name == "_vmap":  # the rule is registered once
+            source = source.partition("\nattend.register_vmap")[0]
+        made[name] = types.ModuleType(f"mutant.{name}")
+        made[name].__package__ = "plsh_torch" if name == "_vmap" else "mutant"
+        monkeypatch.setitem(sys.modules, f"mutant.{name}", made[name])
+        exec(compile(source, f"{name}.py", "exec"), made[name].__dict__)
+    monkeypatch.setattr(_ops, "Call", made["_call"].Call)
+    monkeypatch.setattr(_ops, "decode", made["_recipe"].decode)
+    monkeypatch.setattr(_attend, "encode", made["_recipe"].encode)
+    for name in ("_fold", "_fold_operand", "_fold_request", "map_forward", "map_backward"):
+        monkeypatch.setattr(_vmap, name, getattr(made["_vmap"], name))
+    monkeypatch.setattr(tests, "MODULES", (made["_tiles"], made["_call"], made["_whole"]))
+    monkeypatch.setattr(tests, "scratch", made["_scratch"])
+
+
+def call(mutant, monkeypatch):
+    """Call a test of one of the modules."""
+    module = tests if hasattr(tests, mutant.test) else transforms
+    test, arguments = getattr(module, mutant.test), mutant.arguments
+    if "monkeypatch" in inspect.signature(test).parameters:
+        arguments = {**arguments, "monkeypatch": monkeypatch}
+    tests.register(monkeypatch)
+    torch._dynamo.reset()
+    test(**arguments)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_mutant_is_killed(mutant, monkeypatch):
+    put_in_place(monkeypatch, mutant.module, mutant.old, mutant.new)
+    with pytest.raises(mutant.error):
+        call(mutant, monkeypatch)
+
+
+CONTROLS = {f"{m.test}-{sorted(m.arguments.items(), key=str)}": m for m in MUTANTS}
+
+
+@pytest.mark.parametrize("control", CONTROLS.values(), ids=[m.test for m in CONTROLS.values()])
+def test_the_backend_compiled_afresh_survives(control, monkeypatch):
+    """So that it is the fault that is found, and not the way in which it is put in place."""
+    put_in_place(monkeypatch)
+    call(control, monkeypatch)
+
+
+def test_mutants_run_in_place_of_the_kernel(monkeypatch):
+    put_in_place(monkeypatch, "_band", "def forward(", "forward = None\ndef not_forward(")
+    tests.register(monkeypatch)
+    with pytest.raises(TypeError):
+        tests.ours(*tests.inputs(3))
+
+
+def test_every_module_of_the_kernel_is_compiled_afresh():
+    """A new module that is forgotten here would be no mutant's."""
+    known = {*KERNEL, "_recipe", "_vmap", "__init__", "_attend", "_backend", "_func", "_ops"}
+    found = {path.stem for path in FOLDER.glob("*.py")}
+    assert found == known | {"_module", "_sdpa"}
+    for name in KERNEL:
+        importlib.import_module(f"plsh_torch.{name}")

@@ -1,0 +1,305 @@
+"""Measure the torch backend on the CPU against torch's own ways to ALiBi: ratios and errors.
+
+    python tools/bench_torch.py [--length 8192] [--long 65536] [--repeat 5] [--threads 2]
+
+Causal, B=1, H=8, D=64, float32, standard slopes. Times are medians of warm runs, plsh and each peer
+in turn in one process; FlexAttention is compiled by Inductor and has no backward on the CPU. Errors
+are relative Frobenius errors on sampled rows, in float64: `rounding` against the same positional
+weight, `alibi` against exact ALiBi. The floor is the bare products of the tiles that are visited,
+by torch's own batched product: two forward, seven forward and backward.
+"""
+
+import argparse
+import functools
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+import numpy as np
+import plsh_torch
+import torch
+from plsh_torch._call import Call
+from plsh_torch._scratch import Scratch
+from torch.nn import functional
+
+import plsh
+
+H, D = 8, 64
+
+
+def register():
+    if "torch" not in {info.name for info in plsh.backends()}:
+        plsh.register_backend(plsh_torch.BACKEND)
+
+
+def inputs(n, dtype=torch.float32):
+    make = torch.Generator().manual_seed(0)
+    return [torch.randn(1, H, n, D, generator=make).to(dtype) for _ in range(3)]
+
+
+# --- peers ---
+
+
+def masked(n, slopes):
+    """SDPA with the dense ALiBi mask."""
+    at = torch.arange(n)
+    apart = (at[:, None] - at).float()
+    mask = (-slopes[:, None, None] * apart).masked_fill_((apart < 0), -torch.inf)[None]
+    return lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def plain(n, slopes):
+    """Causal SDPA without a bias: another function, the dense floor."""
+    return lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def folded(n, slopes):
+    """Causal SDPA with ALiBi in one more dim: slope * j; the row's own term cancels."""
+    key = (slopes[:, None] * torch.arange(n) * D**0.5)[None, :, :, None]
+    one = torch.ones(1, H, n, 1)
+
+    def f(q, k, v):
+        wide = torch.cat([q, one], -1), torch.cat([k, key], -1), functional.pad(v, (0, 1))
+        return functional.scaled_dot_product_attention(*wide, is_causal=True, scale=D**-0.5)[
+            ..., :D
+        ]
+
+    return f
+
+
+def flex(n, slopes, windowed):
+    """FlexAttention, compiled; windowed at 16 sigma."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    widths = (16 / slopes).long()
+
+    def bias(score, b, h, i, j):
+        return score - slopes[h] * (i - j)
+
+    def dense(b, h, i, j):
+        return i >= j
+
+    def near(b, h, i, j):
+        return (i >= j) & (i - j <= widths[h])
+
+    mask = create_block_mask(near if windowed else dense, None, H, n, n, device="cpu")
+    run = torch.compile(flex_attention)
+    return lambda q, k, v: run(q, k, v, score_mod=bias, block_mask=mask)
+
+
+PEERS = {
+    "SDPA + mask": masked,
+    "SDPA, one more dim": folded,
+    "SDPA, no bias": plain,
+    "FlexAttention dense": lambda n, m: flex(n, m, False),
+    "FlexAttention window": lambda n, m: flex(n, m, True),
+}
+
+
+# --- measuring ---
+
+
+def timed(f):
+    time.sleep(0.05)
+    start = time.perf_counter()
+    f()
+    return time.perf_counter() - start
+
+
+def training(f, arrays):
+    """Return a call that runs f and its backward."""
+    leaves = [x.detach().requires_grad_() for x in arrays]
+
+    def run():
+        out = f(*leaves)
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    return run
+
+
+def in_turn(calls, repeat):
+    """Return the median time of each call, run in turn, after one warm run of each."""
+    for f in calls.values():
+        f()
+    times = {name: [] for name in calls}
+    for _ in range(repeat):
+        for name, f in calls.items():
+            times[name].append(timed(f))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def exact_rows(arrays, rows, weight):
+    """Rows of attention in float64; weight(h, i) is the positional weight of keys 0..i."""
+    q, k, v = (x[0].double().numpy() for x in arrays)
+    out = np.empty((H, len(rows), D))
+    for h in range(H):
+        for r, i in enumerate(rows):
+            s = k[h, : i + 1] @ q[h, i] * D**-0.5
+            p = np.exp(s - s.max()) * weight(h, i)
+            out[h, r] = p @ v[h, : i + 1] / p.sum()
+    return out
+
+
+def weights(method, n, slopes):
+    """Return the exact weight and the method's own."""
+
+    def alibi(h, i):
+        return np.exp(-slopes[h] * np.arange(i, -1, -1))
+
+    if isinstance(method, plsh.Window):
+        widths = plsh.theory.window_width(slopes, method.tol)
+        return alibi, lambda h, i: alibi(h, i) * (np.arange(i, -1, -1) <= widths[h])
+    if isinstance(method, plsh.PositionalLSH):
+        family = plsh.RandomBinning(1 / slopes)
+        labels = family.sample(method.samples, n, sampler=method.sampler).labels()
+        return alibi, lambda h, i: (labels[h, :, : i + 1] == labels[h, :, i : i + 1]).mean(axis=0)
+    return alibi, alibi
+
+
+def error(got, want):
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+def floors(arrays, method):
+    """Return calls of the bare products of the tiles that are visited, forward and training."""
+    caught = []
+    original = Call.forward
+
+    def spy(self):
+        caught.append(self)
+        return original(self)
+
+    Call.forward = spy
+    try:
+        plsh.attention(*arrays, method=method, causal=True, backend="torch")
+    finally:
+        Call.forward = original
+    scratch = Scratch()
+    groups = [group for group, _ in caught[0].work(scratch)]
+    q, k, v = arrays
+
+    def run(backward):
+        for group in groups:
+            for piece in group.pieces:
+                x, keys, values = (
+                    group.queries("q", q),
+                    group.keys("k", k, piece),
+                    group.keys("v", v, piece),
+                )
+                pairs = (*x.shape[:2], keys.shape[1])
+                p = scratch.get("p", pairs, q.dtype)
+                o = scratch.get("o", x.shape, q.dtype)
+                add = scratch.get("product", keys.shape, q.dtype)
+                torch.bmm(x, keys.mT, out=p)
+                torch.bmm(p, values, out=o)
+                if backward:
+                    torch.bmm(x, keys.mT, out=p)
+                    torch.bmm(o, values.mT, out=p)
+                    torch.bmm(p, keys, out=o)
+                    torch.bmm(p.mT, x, out=add)
+                    torch.bmm(p.mT, x, out=add)
+
+    return lambda: run(False), lambda: run(True)
+
+
+PEAK = """
+import resource, sys, torch, plsh, plsh_torch
+sys.path.insert(0, {here!r})
+import bench_torch
+bench_torch.register()
+method = {method}
+def run(n):
+    x = bench_torch.inputs(n)
+    return x, plsh.attention(*x, method=method, causal=True, backend="torch")
+run(300)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+held = run({n})
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) / 1024 - 4 * {n} * 8 * 64 * 4 / 2**20)
+"""
+
+
+def peak(n, method):
+    """Return the peak memory of a forward beyond inputs and output, in MiB, in a fresh process."""
+    code = PEAK.format(here=__file__.rpartition("/")[0] or ".", method=method, n=n)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(run.stdout)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--long", type=int, default=65536)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--no-compile", action="store_true", help="leave out FlexAttention")
+    args = parser.parse_args()
+    register()
+    torch.set_num_threads(args.threads)  # of this process, peers alike
+    n, slopes = args.length, plsh.alibi_slopes(H)
+    arrays, m = inputs(n), torch.tensor(slopes, dtype=torch.float32)
+    print(f"{platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(f"causal, B=1, H={H}, D={D}, float32, standard slopes, n={n}", flush=True)
+    rows = np.linspace(0, n - 1, 24).astype(int)
+    alibi = exact_rows(arrays, rows, weights(plsh.Exact(), n, slopes)[0])
+    peers = {
+        name: make(n, m)
+        for name, make in PEERS.items()
+        if not (args.no_compile and name.startswith("Flex"))
+    }
+    for name, f in peers.items():
+        off = error(f(*arrays)[0][:, rows].double().numpy(), alibi)
+        print(f"{name}: error against ALiBi {off:.1e}")
+    for method in (plsh.PositionalLSH(), plsh.Window(), plsh.Exact()):
+        keywords = {"method": method, "causal": True, "backend": "torch"}
+
+        def ours(q, k, v, keywords=keywords):
+            return plsh.attention(q, k, v, **keywords)
+
+        got = ours(*arrays)[0][:, rows].double().numpy()
+        rounding = error(got, exact_rows(arrays, rows, weights(method, n, slopes)[1]))
+        print(f"{method!r}: rounding {rounding:.1e}, error against ALiBi {error(got, alibi):.1e}")
+        bare = floors(arrays, method)
+        repeat = args.repeat if not isinstance(method, plsh.Exact) else 2
+        forward = {name: lambda f=f: f(*arrays) for name, f in peers.items()}
+        forward |= {"plsh": lambda: ours(*arrays), "floor": bare[0]}
+        both = {
+            name: training(f, arrays) for name, f in peers.items() if not name.startswith("Flex")
+        }
+        both |= {"plsh": training(ours, arrays), "floor": bare[1]}
+        for what, calls in (("fwd", forward), ("fwd+bwd", both)):
+            t = in_turn(calls, repeat)
+            ratios = ", ".join(
+                f"{name} {t[name] * 1e3:.0f} ms = {t[name] / t['plsh']:.1f}x"
+                for name in calls
+                if name not in ("plsh", "floor")
+            )
+            print(
+                f"  {what}: {t['plsh'] * 1e3:.1f} ms, over floor {t['plsh'] / t['floor']:.2f}; "
+                f"{ratios}",
+                flush=True,
+            )
+    del peers, forward, both
+    for method in (plsh.PositionalLSH(), plsh.Window()):
+        run = functools.partial(plsh.attention, method=method, causal=True, backend="torch")
+        lengths = {x: functools.partial(run, *inputs(x)) for x in (n, args.long)}
+        t = in_turn(lengths, 3)
+        print(
+            f"{method!r}: n={args.long} fwd {t[args.long]:.2f} s, {t[args.long] / t[n]:.2f} times "
+            f"n={n}; peak beyond inputs and output {peak(n, method):.0f} -> "
+            f"{peak(args.long, method):.0f} MiB"
+        )
+        dtypes = (torch.float32, torch.bfloat16, torch.float16)
+        t = in_turn({d: functools.partial(run, *inputs(n, d)) for d in dtypes}, 3)
+        print("  fwd by dtype:", ", ".join(f"{d} {x * 1e3:.1f} ms" for d, x in t.items()))
+    x = inputs(128)
+    for method in ("lsh", "window", "exact"):
+        call = {"method": method, "causal": True, "backend": "torch"}
+        t = in_turn({method: lambda call=call: [plsh.attention(*x, **call) for _ in range(50)]}, 3)
+        print(f"{method}: n=128 warm {t[method] / 50 * 1e3:.2f} ms")
+
+
+if __name__ == "__main__":
+    main()
