@@ -1,0 +1,129 @@
+"""Faults of the JAX band kernel that its tests must find: each mutant is killed by a named test.
+
+A mutant is the kernel with one piece of its source replaced, compiled afresh and put in the place
+of the registered backend's.
+"""
+
+import sys
+import types
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import plsh_jax
+import plsh_jax._call as call_module
+import pytest
+import test_jax_backend as tests
+import test_jax_transforms as transforms
+from test_jax_backend import Forward
+
+HERE = Path(plsh_jax.__file__).parent
+FILES = ("_weights", "_steps", "_band", "_call")
+"""The modules that mutate, each after those that it imports."""
+
+
+class Mutant(NamedTuple):
+    """One fault: `old` text of a module becomes `new`, and `test` of `where` fails."""
+
+    name: str
+    module: str
+    old: str
+    new: str
+    test: str
+    arguments: dict[str, Any] = {}
+    where: Any = tests
+
+    def __str__(self) -> str:
+        return self.name.replace(" ", "-")
+
+
+ORACLE = "test_call_equals_oracle"
+HIDDEN = "test_a_hidden_key_far_above_the_visible_ones_empties_no_row"
+ONE = {"heads": (1, 1), "batch": 1}
+EXACT = {"call": Forward("exact", lengths=(33, 33), dtype="float32", causal=True, **ONE)}
+HEADS = {"call": Forward("exact", lengths=(9, 9), dtype="float32", heads=(2, 2), batch=1)}
+WINDOW = {"call": Forward("window", lengths=(64, 64), dtype="float32", **ONE)}
+LSH = {"call": Forward("lsh", lengths=(64, 64), dtype="float32", **ONE)}
+CROSS = {"call": Forward("exact", lengths=(7, 33), dtype="float32", segments="pair", **ONE)}
+
+MUTANTS = [
+    Mutant("width off by one", "_weights", "distance <= self.width", "distance < self.width",
+           ORACLE, WINDOW),
+    Mutant("next token seen", "_weights", "apart >= 0", "apart >= -1", ORACLE, EXACT),
+    Mutant("block's first key left out", "_weights", "y[:, None, :] >= self.begin",
+           "y[:, None, :] > self.begin", ORACLE, LSH),
+    Mutant("one key past a block seen", "_weights", "y[:, None, :] < self.end",
+           "y[:, None, :] <= self.end", ORACLE, LSH),
+    Mutant("left pivot off by one", "_weights", "labels[..., 0, :] - origin",
+           "labels[..., 1, :] - origin", ORACLE, LSH),
+    Mutant("right pivot off by one", "_weights", "self.code[:, -1:, :]", "self.code[:, -2:-1, :]",
+           ORACLE, LSH),
+    Mutant("diagonal not symmetrised", "_weights", "count.swapaxes(-1, -2)", "0", ORACLE, LSH),
+    Mutant("far blocks not visited", "_weights", "jnp.maximum(low, 0)", "jnp.maximum(low + 8, 0)",
+           ORACLE, WINDOW),
+    Mutant("blocks visited that all tiles see", "_weights", "seen.any(axis=1)", "seen.all(axis=1)",
+           ORACLE, WINDOW),
+    Mutant("missing keys seen", "_band", "(y >= 0) & (y < len_k)", "(y >= 0)", ORACLE, CROSS),
+    Mutant("segments ignored", "_band", "seen=pairs.seen & same", "seen=pairs.seen",
+           ORACLE, CROSS),
+    Mutant("dead rows divided", "_band", "alive = total > 0", "alive = total >= 0",
+           "test_rows_that_see_no_key_are_zero_and_have_no_gradient", {"method": "exact"}),
+    Mutant("no first pass", "_band", "shift = jnp.where(large, shift, 0)", "shift = 0 * shift",
+           HIDDEN, {"method": "exact"}),
+    Mutant("shift left out of the lse", "_band", "jnp.log(safe) + shift", "jnp.log(safe)",
+           HIDDEN, {"method": "exact"}),
+    Mutant("normaliser forgotten", "_call", "lse - math.log(program.samples)", "lse", ORACLE, LSH),
+    Mutant("wrong key head", "_call", "tuple(h[0] // group for h in heads)",
+           "tuple(0 for h in heads)", ORACLE, HEADS),
+    Mutant("padding copied", "_call", "jnp.where(real_k[:, None, :, None], x, 0)", "x",
+           "test_what_stands_in_padding_reaches_nothing", {"method": "exact"}),
+    Mutant("jit bakes an offset in", "_call", "offset.astype(jnp.int32)",
+           "jnp.zeros_like(offset, jnp.int32)", "test_traced_offsets_equal_known_ones",
+           {"method": "exact"}, transforms),
+    Mutant("derivative stopped", "_band", "sums(own._replace(shift=shift), keys",
+           "sums(jax.tree.map(lax.stop_gradient, own._replace(shift=shift)), keys",
+           "test_forward_derivatives_are_differences", {"method": "exact"}, transforms),
+]  # fmt: skip
+QUICK = ("width", "next", "one key past", "segments", "no first pass")
+"""Those that always run, one for each piece of the kernel."""
+
+
+def put_in_place(monkeypatch, module=None, old="", new=""):
+    """Compile the kernel, with a piece of one module replaced, and let tests run on it."""
+    package = types.ModuleType("mutant_jax")
+    package.__path__ = [str(HERE)]
+    monkeypatch.setitem(sys.modules, "mutant_jax", package)
+    for name in ("_tiling", "_spread", "_partitions"):
+        real = sys.modules[f"plsh_jax.{name}"]
+        monkeypatch.setitem(sys.modules, f"mutant_jax.{name}", real)
+    for name in FILES:
+        path = HERE / f"{name}.py"
+        source = path.read_text()
+        if name == module:
+            assert source.count(old) == 1, f"{old!r} is in {path.name} {source.count(old)} times"
+            source = source.replace(old, new)
+        made = types.ModuleType(f"mutant_jax.{name}")
+        made.__package__ = "mutant_jax"
+        monkeypatch.setitem(sys.modules, f"mutant_jax.{name}", made)
+        exec(compile(source, str(path), "exec"), made.__dict__)
+    monkeypatch.setattr(call_module, "attend", made.attend)
+    tests.use_small(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(m, marks=() if m.name.startswith(QUICK) else tests.COMPILES_MORE)
+        for m in MUTANTS
+    ],
+    ids=str,
+)
+def test_mutant_is_killed(mutant, monkeypatch):
+    put_in_place(monkeypatch, mutant.module, mutant.old, mutant.new)
+    with pytest.raises((AssertionError, TypeError, ValueError)):
+        getattr(mutant.where, mutant.test)(**mutant.arguments)
+
+
+def test_the_kernel_compiled_afresh_survives(monkeypatch):
+    """So that it is the fault that is found, and not the way in which it is put in place."""
+    put_in_place(monkeypatch)
+    tests.test_call_equals_oracle(**LSH)

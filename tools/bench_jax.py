@@ -1,0 +1,198 @@
+"""Measure the JAX backend against jax.nn.dot_product_attention: ratios, errors, memory, growth.
+
+    python tools/bench_jax.py [--length 8192] [--long 65536] [--repeat 5]
+
+Causal, B=1, H=8, D=64, float32, standard slopes, all jitted. Each figure is the median of warm
+runs, peer and backend in turn. Error is the relative Frobenius error of the output, on sampled
+rows, against exact ALiBi in float64. The peers are `jax.nn.dot_product_attention` with a dense
+ALiBi bias and, without one, with the local window of the widest head. The floor is the two bare
+batched products, q k and p v, of the tiles that the band kernel visits; the gradient's is that of
+seven products instead of two.
+"""
+
+import argparse
+import functools
+import platform
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from plsh_jax import _call
+from plsh_jax._weights import visits
+
+import plsh
+
+H, D = 8, 64
+
+
+def inputs(n):
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.normal(size=(1, H, n, D)), jnp.float32) for _ in range(3))
+
+
+def exact_rows(q, k, v, rows, slopes):
+    """Rows of exact causal ALiBi in float64."""
+    q, k, v = (np.asarray(x, np.float64)[0] for x in (q, k, v))
+    out = np.empty((H, len(rows), D))
+    for h in range(H):
+        for r, i in enumerate(rows):
+            s = k[h, : i + 1] @ q[h, i] * D**-0.5 - slopes[h] * np.arange(i, -1, -1)
+            p = np.exp(s - s.max())
+            out[h, r] = p @ v[h, : i + 1] / p.sum()
+    return out
+
+
+def peer(n, slopes, window=None):
+    """Return jax.nn's attention of (B, H, N, D) arrays."""
+    bias = None
+    if window is None:
+        apart = jnp.abs(jnp.arange(n)[:, None] - jnp.arange(n)).astype(jnp.float32)
+        bias = -(jnp.asarray(slopes, jnp.float32)[:, None, None] * apart)[None]
+
+    def attend(q, k, v):
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        out = jax.nn.dot_product_attention(
+            q, k, v, bias=bias, is_causal=True,
+            local_window_size=None if window is None else (window, 0),
+        )  # fmt: skip
+        return out.swapaxes(1, 2)
+
+    return attend
+
+
+def compiled(f, *arrays):
+    start = time.perf_counter()
+    program = jax.jit(f).lower(*arrays).compile()
+    return program, time.perf_counter() - start
+
+
+def with_gradient(f):
+    return jax.grad(lambda q, k, v: (f(q, k, v) * v).sum(), (0, 1, 2))
+
+
+def timed(f, *arrays):
+    start = time.perf_counter()
+    jax.block_until_ready(f(*arrays))
+    return time.perf_counter() - start
+
+
+def visited(call):
+    """Return (steps, tiles, rows, columns) of the batched products that a call takes."""
+    found, run = [], _call._run
+
+    def look(program, *arrays):
+        found.append((program, arrays[-1]))
+        return run(program, *arrays)
+
+    _call._run = look
+    call()
+    _call._run = run
+    ((program, given),) = found
+    shapes = []
+    for number, own in enumerate(program.classes):
+        tiling, weight = own.tiling, _call._weight(program, own, number, given)[0]
+        steps = 0
+        for at in np.ndindex(len(own.heads), len(own.heads[0])):
+            head = jax.tree.map(lambda x, at=at: jnp.asarray(x)[at], weight)
+            blocks = visits(tiling, head, given.ahead, given.lengths[1])
+            steps += sum(int(x.sum()) for x in blocks)
+            shapes.append((tiling.segments * tiling.chunks, tiling.tiles, tiling.rows, tiling.rows))
+        shapes.append((steps, tiling.tiles, tiling.rows, tiling.columns))
+    return shapes
+
+
+def floor(shapes):
+    """Compile the bare products, step after step as the kernel takes them."""
+    rng = np.random.default_rng(0)
+    dot = functools.partial(jnp.matmul, precision="highest")
+
+    def run(operands):
+        outs = []
+        for (steps, *_), (q, k) in zip(shapes, operands, strict=True):
+
+            def step(out, _, q=q, k=k):
+                return dot(dot(q + 0 * out, k.swapaxes(1, 2)), k), None
+
+            outs.append(jax.lax.scan(step, q, None, length=steps)[0])
+        return outs
+
+    operands = [
+        [jnp.asarray(rng.normal(size=(tiles, x, D)), jnp.float32) for x in (rows, columns)]
+        for _, tiles, rows, columns in shapes
+    ]
+    return functools.partial(compiled(run, operands)[0], operands)
+
+
+def pairs(method, n, slopes):
+    """Pairs of positive weight."""
+    if isinstance(method, plsh.PositionalLSH):
+        labels = plsh.RandomBinning(1 / slopes).sample(method.samples, n).labels()
+        return int((np.arange(n) + 1 - labels.min(axis=1)).sum())
+    widths = plsh.theory.window_width(slopes, method.tol)
+    return int(sum(np.minimum(np.arange(n), w).sum() + n for w in widths))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--long", type=int, default=65536)
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args()
+    slopes, n = plsh.alibi_slopes(H), args.length
+    arrays = inputs(n)
+    print(f"{platform.machine()}, jax {jax.__version__}, {jax.devices()}, NumPy {np.__version__}")
+    print(f"causal, B=1, H={H}, D={D}, float32, standard slopes, n={n}")
+    rows = np.linspace(0, n - 1, 24).astype(int)
+    alibi = exact_rows(*arrays, rows, slopes)
+    widest = int(max(plsh.theory.window_width(slopes, plsh.Window().tol)))
+    peers = {"bias": peer(n, slopes), "window": peer(n, slopes, min(widest, n))}
+    runs = {name: [compiled(g, *arrays)[0] for g in (f, with_gradient(f))]
+            for name, f in peers.items()}  # fmt: skip
+    for method in (plsh.PositionalLSH(), plsh.Window()):
+
+        def attend(q, k, v, method=method):
+            return plsh.attention(q, k, v, method=method, causal=True, backend="jax")
+
+        forward, took = compiled(attend, *arrays)
+        gradient, took_gradient = compiled(with_gradient(attend), *arrays)
+        shapes = visited(functools.partial(attend, *arrays))
+        bare = floor(shapes)
+        tiles = sum(steps * tiles * rows * columns for steps, tiles, rows, columns in shapes)
+        columns = {"fwd": [], "grad": [], "floor": []}
+        columns |= {f"{p} {w}": [] for p in runs for w in ("fwd", "grad")}
+        for turn in range(args.repeat + 1):
+            row = {"fwd": timed(forward, *arrays), "grad": timed(gradient, *arrays)}
+            row["floor"] = timed(bare)
+            for name, (f, g) in runs.items():
+                row |= {f"{name} fwd": timed(f, *arrays), f"{name} grad": timed(g, *arrays)}
+            for name, seconds in row.items():
+                columns[name] += [seconds] if turn else []  # the first is a warm-up
+        t = {name: statistics.median(x) for name, x in columns.items()}
+        got = np.asarray(forward(*arrays), np.float64)[0][:, rows]
+        error = np.linalg.norm(got - alibi) / np.linalg.norm(alibi)
+        print(f"{method!r}: error against ALiBi {error:.1e}; compiled in {took:.1f} s,"
+              f" gradient {took_gradient:.1f} s; over the floor: fwd {t['fwd'] / t['floor']:.2f},"
+              f" grad {t['grad'] / t['floor'] / 3.5:.2f}; pairs visited over those of positive"
+              f" weight {tiles / pairs(method, n, slopes):.2f}")  # fmt: skip
+        for way in ("fwd", "grad"):
+            print(f"  {way} {t[way] * 1e3:.0f} ms;" + ";".join(
+                f" {t[f'{name} {way}'] / t[way]:.1f}x jax.nn with {name}"
+                f" ({t[f'{name} {way}'] * 1e3:.0f} ms)" for name in runs))  # fmt: skip
+        program, took = compiled(attend, *inputs(args.long))
+        long = min(timed(program, *inputs(args.long)) for _ in range(3))
+        size = program.memory_analysis().temp_size_in_bytes / 2**20
+        print(f"  n={args.long}: {long:.2f} s, {long / t['fwd']:.1f} times n={n}; compiled in"
+              f" {took:.1f} s; temporary memory {size:.0f} MiB")  # fmt: skip
+        small = [x[:, :, :128] for x in arrays]
+        calls = [timed(attend, *small) for _ in range(100)]
+        print(f"  n=128 outside of jit, warm: {statistics.median(calls) * 1e3:.2f} ms")
+    _call._run.clear_cache()
+    for length in range(1000, 1301, 7):
+        plsh.attention(*inputs(length), method="window", causal=True, backend="jax")
+    print(f"programs for n=1000 … 1300 in steps of 7: {_call._run._cache_size()}")
+
+
+if __name__ == "__main__":
+    main()
