@@ -38,9 +38,8 @@ def test_the_reports_are_of_this_standard():
         assert "fail" not in report["rows"]
 
 
-def test_every_backend_that_runs_here_has_a_report():
-    here = {info.name for info in plsh.backends() if info.available}
-    assert {report["backend"] for report in SUMMARY} >= here
+def test_the_backends_that_are_said_to_conform_have_a_report():
+    assert {report["backend"] for report in SUMMARY} >= {"numpy", "reference", "torch"}
 
 
 @pytest.fixture

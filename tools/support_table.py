@@ -1,7 +1,9 @@
 """Run the conformance suite on every backend and write what each supports into README.md.
 
-    python tools/support_table.py            runs the suite (minutes), then writes
-    python tools/support_table.py --render   writes from the reports of the last run
+    python tools/support_table.py                  runs the suite (minutes), then writes
+    python tools/support_table.py numpy torch      runs it on these backends only
+    python tools/support_table.py --arrays numpy   runs it on these kinds of arrays only
+    python tools/support_table.py --render         writes from the reports of the last run
 
 The table stands between two comments in README.md. The reports' summary is `docs/conformance.json`.
 """
@@ -20,13 +22,15 @@ SUMMARY = ROOT / "docs" / "conformance.json"
 BEGIN, END = "<!-- support table: tools/support_table.py -->", "<!-- end of the support table -->"
 
 
-def measure():
-    """Run the suite on every available backend and kind of arrays; return a summary."""
+def measure(names, kinds):
+    """Run the suite on available backends, on each of their kinds of arrays; return a summary."""
     found = []
     for info in plsh.backends():
-        if not info.available:
+        if not info.available or (names and info.name not in names):
             continue
         for arrays in info.capabilities.arrays:
+            if kinds and arrays not in kinds:
+                continue
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "report.json"
                 command = ["conformance", info.name, "--arrays", arrays, "--report", str(path)]
@@ -53,7 +57,7 @@ def table(summary, infos):
         if can is None:
             continue
         reports = [r for r in summary if r["backend"] == info.name]
-        said = "; ".join(map(verdict, reports)) or "not tested here"
+        said = "; ".join(map(verdict, reports)) or "not run whole yet"
         cells = [
             f"`{info.name}`",
             ", ".join(can.arrays),
@@ -84,9 +88,17 @@ def readme(text, summary, infos):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of a backend")
+    parser.add_argument("--arrays", action="append", default=[], metavar="KIND")
     parser.add_argument("--render", action="store_true", help="run nothing")
-    if not parser.parse_args().render:
-        SUMMARY.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+    args = parser.parse_args()
+    if not args.render:
+        held = json.loads(SUMMARY.read_text(encoding="utf-8")) if SUMMARY.exists() else []
+        new = measure(args.names, args.arrays)
+        of = {(report["backend"], report["arrays"]) for report in new}
+        kept = [report for report in held if (report["backend"], report["arrays"]) not in of]
+        summary = sorted(kept + new, key=lambda report: (report["backend"], report["arrays"]))
+        SUMMARY.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     path = ROOT / "README.md"
     summary = json.loads(SUMMARY.read_text(encoding="utf-8"))
     text = readme(path.read_text(encoding="utf-8"), summary, plsh.backends())

@@ -124,6 +124,11 @@ def _long(subject, method, n, causal):
     return make(subject, n, **options).but(method=kind, slopes=slopes, plain_slopes=True)
 
 
+def _allowed(subject):
+    """Return the bytes a token; resident memory is known to some megabytes, no better."""
+    return PER_TOKEN if subject.kind == "numpy" else 4 * PER_TOKEN
+
+
 def _growth(subject, method, causal, run):
     """Return by how many bytes the peak grows with each further token."""
     lengths = (2048, 4096) if method == "exact" and not subject.full else (4096, 8192)
@@ -145,7 +150,7 @@ def test_memory_of_a_call_is_linear(method, causal, subject):
     def run(problem, inputs, keywords):
         subject.attention(*inputs, return_lse=True, **keywords)
 
-    assert _growth(subject, method, causal, run) < PER_TOKEN
+    assert _growth(subject, method, causal, run) < _allowed(subject)
 
 
 @pytest.mark.requirement("MEM-1")
@@ -155,7 +160,7 @@ def test_memory_of_gradients_is_linear(method, subject):
     def run(problem, inputs, keywords):
         subject.gradients(*inputs, *problem.cotangents(subject), **keywords)
 
-    assert _growth(subject, method, True, run) < PER_TOKEN
+    assert _growth(subject, method, True, run) < _allowed(subject)
 
 
 @pytest.mark.requirement("MEM-1", "NUM-2")
@@ -170,7 +175,7 @@ def test_memory_does_not_grow_with_the_distance(method, subject):
         with peak(subject) as found:
             problem.output(subject)
         peaks += found
-    assert peaks[1] - peaks[0] < 200 * PER_TOKEN
+    assert peaks[1] - peaks[0] < 200 * _allowed(subject)
 
 
 # --- from call to call ----------------------------------------------------------------------------

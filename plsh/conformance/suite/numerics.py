@@ -34,7 +34,7 @@ LARGEST = {
 FAR = [pytest.param(n, marks=pytest.mark.full) for n in (2**24 + 1, 2**29 + 1)]
 """Distances beyond the integers of float32."""
 
-PLAIN = {"exact": Exact(), "window": Window(1 << 20), "lsh": PositionalLSH(3)}
+PLAIN = {"exact": Exact(), "window": Window(2**31 - 1), "lsh": PositionalLSH(3)}
 """Methods that are plain attention at slope 0."""
 
 
