@@ -199,7 +199,7 @@ def resolve(method: Method, slopes: Any, default: tuple[float, ...], heads: int)
         known = _concrete(slopes, "Window(tol=…)", "pass Window(width), which needs no slopes")
         rows = known if not known or isinstance(known[0], tuple) else (known,)
         # Slopes per batch row share one band a head: that of the flattest.
-        flattest = [min((row[h] for row in rows), default=0.0) for h in range(heads)]
+        flattest = [min(row[h] for row in rows) if rows else 0.0 for h in range(heads)]
         widths = tuple(window_width(slope, tol) for slope in flattest)
         return Resolved(DecayWeight(widths), slopes, None)
     widths = method.width if isinstance(method.width, tuple) else (method.width,) * heads

@@ -26,7 +26,7 @@ from .weights import DecayWeight
 
 __all__ = ["BACKEND"]
 
-_SCORES = 1 << 20
+_SCORES = 1 << 18
 """Scores held at a time, per batch row."""
 
 
@@ -207,7 +207,7 @@ def _attend_band(
     len_q, len_k, device = q.shape[1], k.shape[1], compat.device(q)
     known = isinstance(ahead, int)
     reach = min(width, len_q + len_k + abs(ahead)) if known else len_k
-    tile = max(1, min(64, _SCORES // min(len_k, 2 * reach + 64)))
+    tile = max(1, min(256, _SCORES // min(len_k, 2 * reach + 256)))
     parts = []
     for start in range(0, max(len_q, 1), tile):
         stop = min(start + tile, len_q)

@@ -32,7 +32,7 @@ def fresh(monkeypatch):
 
 def command(*arguments, before=""):
     """Run the command line in a fresh process; return status, output, errors."""
-    code = f"import sys; {before}; from plsh.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = f"import sys\n{before}\nfrom plsh.cli import main\nsys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True
     )
