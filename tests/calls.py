@@ -4,9 +4,6 @@
 and gradients with the float64 oracle. `pairwise` covers all pairs of options with few calls.
 """
 
-import itertools
-import random
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,9 +13,9 @@ from namespaces import NAMESPACES, Namespace
 
 import plsh
 from plsh import testing
+from plsh.conformance.calls import SEED, SHORT, pairwise
 
-SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
-SEED = (3, 1)
+__all__ = ["SEED", "Call", "check_call", "pairwise"]
 
 
 @dataclass(frozen=True)
@@ -263,32 +260,3 @@ def check_call(call: Call) -> None:
             testing.assert_output_close(plsh.AttentionOutput(*outputs), expected, plain, like=q)
         if grads is not None:
             testing.assert_gradients_close(grads, expected, plain, like=q)
-
-
-def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield rows of options such that every pair of values of two factors is in one of them."""
-    rng = random.Random(seed)
-    names = list(factors)
-    missing = {
-        frozenset(((a, i), (b, j)))
-        for a, b in itertools.combinations(names, 2)
-        for i in range(len(factors[a]))
-        for j in range(len(factors[b]))
-    }
-    while missing:
-        best: tuple[int, dict[str, int]] = (-1, {})
-        for pair in rng.sample(sorted(missing, key=sorted), min(4, len(missing))):
-            row = dict(pair)
-            for name in rng.sample(names, len(names)):
-                if name not in row:
-                    gains = [
-                        sum(frozenset(((name, i), item)) in missing for item in row.items())
-                        for i in range(len(factors[name]))
-                    ]
-                    top = max(gains)
-                    row[name] = rng.choice([i for i, gain in enumerate(gains) if gain == top])
-            gain = sum(frozenset(p) in missing for p in itertools.combinations(row.items(), 2))
-            best = max(best, (gain, row), key=lambda found: found[0])
-        row = best[1]
-        missing -= {frozenset(p) for p in itertools.combinations(row.items(), 2)}
-        yield {name: factors[name][row[name]] for name in names}
