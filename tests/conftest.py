@@ -1,10 +1,13 @@
 """Settings of the whole suite."""
 
+import contextlib
 import os
 
 import hypothesis
 import pytest
 from namespaces import strict_flags
+
+from plsh import registry
 
 # Arrays are small here: threads would only wait for one another. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,3 +24,25 @@ def strict():
         import array_api_strict
 
         yield array_api_strict
+
+
+@contextlib.contextmanager
+def _kept_registry():
+    held = dict(registry._REGISTRY)
+    yield
+    registry._REGISTRY.clear()
+    registry._REGISTRY.update(held)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered_by_modules():
+    """Forget what a module registers: every other lists the backends that are installed."""
+    with _kept_registry():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _registered_by_tests(_registered_by_modules):
+    """Forget what a test registers."""
+    with _kept_registry():
+        yield

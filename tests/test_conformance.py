@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import plsh
-from plsh import registry
 from plsh.cli import main
 from plsh.conformance import mutants, report, runner
 from plsh.conformance.requirements import requirements
@@ -22,12 +21,6 @@ from plsh.testing.mutants import MUTANTS
 
 ROOT = Path(__file__).parents[1]
 SPEC = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "spec").glob("*.md")))
-
-
-@pytest.fixture
-def fresh(monkeypatch):
-    """Forget, after the test, what it registers."""
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
 
 def command(*arguments, before=""):
@@ -145,7 +138,7 @@ class Unavailable(ModelBackend):
         return plsh.backend.Availability(False, "no device; plug one in")
 
 
-def test_an_unavailable_backend_is_status_2(fresh, capsys):
+def test_an_unavailable_backend_is_status_2(capsys):
     plsh.register_backend(Unavailable())
     assert main(["conformance", "unavailable"]) == 2
     assert "no device; plug one in" in capsys.readouterr().err
@@ -167,14 +160,14 @@ class Refusing(ModelBackend):
         return plsh.backend.Capabilities(arrays=("numpy",), dtypes=(), methods=())
 
 
-def test_what_declares_nothing_does_not_pass(fresh):
+def test_what_declares_nothing_does_not_pass():
     plsh.register_backend(Refusing())
     found = runner.run("refusing", only=("NUM-7", "ATT-21", "NUM-11"))
     assert not found.ok
     assert not found.ids("pass")
 
 
-def test_a_fault_is_status_1_and_shown(fresh, capsys):
+def test_a_fault_is_status_1_and_shown(capsys):
     mutant = next(m for m in MUTANTS if m.name == "counts_in_half")
     plsh.register_backend(mutant.backend)
     assert main(["conformance", mutant.name, "--only", mutant.killers[0]]) == 1
@@ -202,7 +195,7 @@ def expectations(tmp_path, text):
     return ["--expected-failures", str(path)]
 
 
-def test_an_expected_failure_passes(fresh, tmp_path, capsys):
+def test_an_expected_failure_passes(tmp_path, capsys):
     mutant = next(m for m in MUTANTS if m.name == "counts_in_half")
     plsh.register_backend(mutant.backend)
     file = expectations(tmp_path, f"# It is known.\n{mutant.killers[0]}\n")
@@ -263,7 +256,7 @@ def test_there_are_mutants_of_every_kind():
 
 
 @pytest.mark.slow
-def test_the_model_without_a_fault_conforms(fresh):
+def test_the_model_without_a_fault_conforms():
     """So that it is the fault that fails, and not the model."""
     plsh.register_backend(ModelBackend())
     found = runner.run(ModelBackend.name)

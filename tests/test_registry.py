@@ -79,7 +79,6 @@ def install(monkeypatch):
         kept = dict(registry._REGISTRY) if keep else {}
         monkeypatch.setattr(registry, "_REGISTRY", kept | found)
 
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     return replace
 
 

@@ -26,7 +26,7 @@ from laws import METHODS, NAMES, SLOPES, assert_same, inputs
 from test_numpy_backend import BandCall, check_gradients, hidden_call, largest_lse
 
 import plsh
-from plsh import registry, testing
+from plsh import testing
 from plsh.testing import harness_for
 from plsh.tiles import Schedule
 
@@ -34,18 +34,6 @@ CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"]
 METHOD = pytest.mark.parametrize("method", NAMES)
 FAR = 2**29
 HARNESS = harness_for("torch")
-
-
-def register(monkeypatch):
-    """Register the backend for one test, where no entry point did."""
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
-    if "torch" not in {info.name for info in plsh.backends()}:
-        plsh.register_backend(plsh_torch.BACKEND)
-
-
-@pytest.fixture(autouse=True)
-def _registered(monkeypatch):
-    register(monkeypatch)
 
 
 def tensor(x):
@@ -734,13 +722,11 @@ ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": str(pathlib.Path(plsh_torch.__file__).parent.parent),
 }
-"""Of a fresh process, where no entry point names the backend yet."""
+"""Of a fresh process."""
 
 PROGRAM = """
 import hashlib, torch, plsh, plsh_torch
 from plsh import testing
-if "torch" not in {info.name for info in plsh.backends()}:
-    plsh.register_backend(plsh_torch.BACKEND)
 torch.use_deterministic_algorithms(True)
 digest = hashlib.sha256()
 for n in (400, 33):
@@ -895,8 +881,6 @@ def test_empty_axes(shape):
 
 MEMORY = """
 import resource, sys, torch, plsh, plsh_torch
-if "torch" not in {info.name for info in plsh.backends()}:
-    plsh.register_backend(plsh_torch.BACKEND)
 n, name = int(sys.argv[1]), sys.argv[2]
 method = {"lsh": plsh.PositionalLSH(16), "window": plsh.Window(512)}[name]
 def run(n):

@@ -169,7 +169,6 @@ def call(mutant, monkeypatch):
     test, arguments = getattr(module, mutant.test), mutant.arguments
     if "monkeypatch" in inspect.signature(test).parameters:
         arguments = {**arguments, "monkeypatch": monkeypatch}
-    tests.register(monkeypatch)
     torch._dynamo.reset()
     test(**arguments)
 
@@ -193,7 +192,6 @@ def test_the_backend_compiled_afresh_survives(control, monkeypatch):
 
 def test_mutants_run_in_place_of_the_kernel(monkeypatch):
     put_in_place(monkeypatch, "_band", "def forward(", "forward = None\ndef not_forward(")
-    tests.register(monkeypatch)
     with pytest.raises(TypeError):
         tests.ours(*tests.inputs(3))
 

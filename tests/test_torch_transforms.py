@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from plsh_torch import _ops, _recipe
-from test_torch_backend import ENVIRONMENT, register
+from test_torch_backend import ENVIRONMENT
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -22,8 +22,7 @@ METHODS = ("exact", "window", "lsh")
 
 
 @pytest.fixture(autouse=True)
-def _registered(monkeypatch):
-    register(monkeypatch)
+def _compiled_afresh():
     torch._dynamo.reset()
 
 
@@ -141,8 +140,6 @@ import warnings
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", r".torch\\.jit\\.script(_method)?. is deprecated")
 import torch, plsh, plsh_torch
-if "torch" not in {{info.name for info in plsh.backends()}}:
-    plsh.register_backend(plsh_torch.BACKEND)
 make = torch.Generator().manual_seed(0)
 arrays = [torch.randn(2, 4, 40, d, generator=make, requires_grad={grad}) for d in (8, 8, 5)]
 def f(q, k, v):

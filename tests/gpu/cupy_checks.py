@@ -10,7 +10,6 @@ import threading
 
 import cupy
 import numpy as np
-import plsh_cupy
 import pytest
 import test_numpy_backend as numpy_tests
 from emulated import CudaCall
@@ -21,9 +20,6 @@ from test_cupy_kernels import CROSSED, LARGE, LONG, WIDE
 import plsh
 from plsh import testing
 from plsh.compat import numpy_dtype
-
-if "cupy" not in {row.name for row in plsh.backends()}:
-    plsh.register_backend(plsh_cupy.BACKEND)
 
 METHODS = ("exact", "window", "lsh")
 
@@ -308,7 +304,6 @@ def test_a_torch_graph_replays():
 
 FIRST = """
 import cupy, plsh, plsh_cupy, threading
-plsh.register_backend(plsh_cupy.BACKEND) if "cupy" not in {b.name for b in plsh.backends()} else 0
 x = cupy.ones((1, 2, 70, 8), dtype="float32")
 faults = []
 def work():

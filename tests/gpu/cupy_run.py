@@ -15,9 +15,6 @@ from plsh_cupy import _compile, _cuda, _plan
 import plsh
 from plsh import testing
 
-if "cupy" not in {row.name for row in plsh.backends()}:
-    plsh.register_backend(plsh_cupy.BACKEND)
-
 
 def machine():
     """Say what is tested on what."""
