@@ -177,7 +177,7 @@ def floors(arrays, method):
     finally:
         Call.forward = original
     scratch = Scratch()
-    groups = [group for group, _ in caught[0].work(scratch)]
+    groups = [group for part in caught[0].parts() for group, _ in part.groups(scratch)]
     q, k, v = arrays
 
     def run(backward):

@@ -101,8 +101,8 @@ def forward(
     """Write the group's rows of ``out (B, H, Nq, Dv)`` and ``lse (B, H, Nq)``."""
     limits = LIMITS[group.acc]
     q = group.queries("q", tokens[0])
-    total = torch.zeros((*q.shape[:2], 1), dtype=group.acc, device="cpu")
-    shift = torch.zeros_like(total)
+    total = group.scratch.get("total", (*q.shape[:2], 1), group.acc).zero_()
+    shift: Tensor | None = None
     place = group.place(out)
     o = place
     if o is None:
@@ -114,7 +114,7 @@ def forward(
             top = p.amax(dim=-1, keepdim=True)
             # 0 in a small product, so that it does not depend on its mates.
             top = torch.where(mode.large, top, 0)
-            if i:
+            if shift is not None:
                 top = torch.maximum(top, shift)
                 fade = torch.exp2(shift - top)
                 total *= fade
@@ -127,16 +127,22 @@ def forward(
         apply(group, p, (group.factor(piece, mode.bounded), group.mask(piece)))
         total += p.sum(dim=-1, keepdim=True)
         add_product(group, o, p, v, 1.0, i == 0)
-    dead = total == 0
-    o /= total.masked_fill(dead, 1)
-    log = total.to(torch.float64).log2() + shift
-    right = ((total >= limits.least) & (log >= LEAST)) | dead
-    if not (right.all() & torch.isfinite(o.sum())):  # lost digits, NaN, or sums past the range
-        wrong = ~(right & torch.isfinite(o).all(dim=-1, keepdim=True))
+    log = total.to(torch.float64).log2()
+    right = None
+    if shift is not None or not total.amin().item() >= 2.0**LEAST:  # NaN too
+        log = log if shift is None else log + shift
+        dead = total == 0
+        right = ((total >= limits.least) & (log >= LEAST)) | dead
+        total = total.masked_fill(dead, 1)
+    o /= total
+    fine = right is None or bool(right.all())
+    if not (fine and math.isfinite(o.sum().item())):  # lost digits, NaN, or sums past the range
+        finite = torch.isfinite(o).all(dim=-1, keepdim=True)
+        wrong = ~(finite if right is None else right & finite)
         again, log_again = by_row(group, tokens, scale)
         o.copy_(torch.where(wrong, again, o))
         log = torch.where(wrong, log_again, log)
-    group.put(lse, (log * LN2 - group.weight.normaliser)[..., 0])
+    group.put(lse, log.mul_(LN2).sub_(group.weight.normaliser)[..., 0])
     if place is None:
         group.put(out, o)
 
@@ -233,9 +239,7 @@ def backward(
         if wanted.q is None and wanted.k is None and wanted.slopes is None:
             continue
         ds = group.scratch.get("ds", p.shape, group.acc)
-        torch.bmm(do, v.mT, out=ds)
-        ds -= base
-        ds *= p
+        ds.copy_(base).baddbmm_(do, v.mT, beta=-1).mul_(p)
         if not bounded:
             hide(group, ds, factors, 0.0)
         if dq is not None:
@@ -254,9 +258,11 @@ def _row_terms(group: Group, given: Given) -> tuple[Tensor, Tensor, Tensor]:
     A row that saw no key, and what its cotangents hold, is zeroed.
     """
     lse = group.queries("lse", given.lse[..., None])
-    dead = lse == -math.inf
-    log = ((lse + group.weight.normaliser) * LOG2E).masked_fill_(dead, 0)
-    do = group.queries("do", given.grad_out).masked_fill(dead, 0)
+    log = (lse + group.weight.normaliser) * LOG2E
+    do = group.queries("do", given.grad_out)
     base = torch.linalg.vecdot(do, group.queries("out", given.out))[..., None]
     base = base - group.queries("dlse", given.grad_lse[..., None])
-    return do, log, base.masked_fill(dead, 0)
+    dead = lse == -math.inf
+    if dead.any():
+        log, do, base = (x.masked_fill(dead, 0) for x in (log, do, base))
+    return do, log, base

@@ -1,13 +1,14 @@
-"""A call on the host's values: cut into groups, run one after another.
+"""A call on the host's values: cut into parts, which threads work off group by group.
 
-Products run on the library's own threads, so one group at a time; sums over keys are in one order.
+The cut does not depend on the number of threads, nor do results: a row of the output belongs to
+one part, and the parts that add to a row of dk or dv are one job, in one order.
 """
 
 import functools
 import itertools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +19,10 @@ from plsh.tiles import Integers, Schedule
 from plsh.weights import DecayWeight, StepWeight, Weight
 
 from ._band import LIMITS, Given, Group, Mode, Wanted, backward, forward
+from ._bounds import Bounds
 from ._cache import TABLES
-from ._scratch import Scratch, borrow, give_back
+from ._scratch import Scratch
+from ._threads import run
 from ._tiles import Tiles, Tokens, chunks, first_positions, tile_rows
 from ._weights import LOG2E, Blocks, Decay, Steps, gentle
 from ._whole import Whole, WholeDecay, WholeSteps, count_pairs
@@ -28,8 +31,23 @@ FEW = 16
 """Queries up to which heads go whole, whatever the keys: decoding."""
 SMALL = 1 << 16
 """Pairs of a head up to which it goes whole."""
-TOGETHER = 1 << 21
-"""Pairs that go together, about."""
+TOGETHER = 1 << 19
+"""Pairs of whole heads that go together, about."""
+SEGMENT = 1 << 12
+"""Queries of a part of tiles, at most."""
+ENOUGH = 32
+"""Jobs of a backward pass from which batch rows share one, and what their weights need."""
+THREADS_PAY = 1 << 20
+"""Pairs from which a call runs on several threads."""
+
+
+class Part(NamedTuple):
+    """Queries of some heads and batch rows; `groups` makes them for one thread, one by one."""
+
+    rows: slice  # of the batch
+    keys: slice  # key heads, whose dk and dv it adds to
+    pairs: int  # that it visits, about
+    groups: Callable[[Scratch], Iterator[tuple[Group, Mode]]]
 
 
 class Call:
@@ -43,24 +61,12 @@ class Call:
         self.group = request.static.heads // max(request.static.kv_heads, 1)
         ids = request.arrays.segment_ids
         self.ids = None if ids is None else _numbered(*ids, self.acc)
-        bounds = self._norms(q, 0) * self._norms(k, 1).repeat_interleave(self.group, dim=1)
-        self.bounds = bounds * (abs(request.static.scale) * LOG2E)  # of the logits, (B, H)
-        self.spread = self.bounds  # of all exponents but for the bias
-
-    def _norms(self, x: Tensor, side: int) -> Tensor:
-        """Return the largest norm of each batch row and head, ``(B, H)``; NaN stays."""
-        if x.numel() == 0:
-            return torch.zeros(x.shape[:2], dtype=self.acc, device="cpu")
-        norms = torch.linalg.vector_norm(x, dim=-1, dtype=self.acc)
-        if self.ids is not None:
-            norms = norms.masked_fill(self.ids[side][:, None] < 0, 0)
-        largest: Tensor = norms.amax(dim=-1)
-        return largest
+        self.bounds = Bounds(self.tokens, self.ids, request.static.scale, self.acc)
 
     # --- how the work is cut ---
 
-    def work(self, scratch: Scratch) -> Iterator[tuple[Group, Mode]]:
-        """Cut the call into groups."""
+    def parts(self) -> Iterator[Part]:
+        """Cut the call into parts."""
         for rows, positions in self._batches():
             tokens = Tokens(*self.tokens, self.ids, *positions, self.acc, self.group)
             visited = self._visited(positions)
@@ -68,9 +74,9 @@ class Call:
             if not visited:
                 continue  # `forward` and `backward` have filled in what that means
             if self.tokens[0].shape[2] <= FEW or pairs <= SMALL:
-                yield from self._whole(tokens, rows, visited, scratch)
+                yield from self._whole(tokens, rows, visited)
             else:
-                yield from self._tiles(tokens, rows, scratch)
+                yield from self._tiled(tokens, rows)
 
     def _batches(self) -> Iterator[tuple[slice, tuple[int, int]]]:
         """Group neighbouring batch rows of equal positions."""
@@ -99,22 +105,33 @@ class Call:
     def _lengths(self) -> tuple[int, int]:
         return self.tokens[0].shape[2], self.tokens[1].shape[2]
 
-    def _whole(
-        self, tokens: Tokens, rows: slice, visited: range, scratch: Scratch
-    ) -> Iterator[tuple[Group, Mode]]:
-        heads = self.request.static.heads
-        step = max(1, TOGETHER // max(heads * tokens.q.shape[2] * len(visited), 1))
-        shared = None
-        for begin in range(rows.start, rows.stop, step):
+    def _whole(self, tokens: Tokens, rows: slice, visited: range) -> Iterator[Part]:
+        """Yield whole heads, of several batch rows or of one."""
+        kv_heads, len_q = self.request.static.kv_heads, tokens.q.shape[2]
+        each = self.group * max(len_q, FEW) * len(visited)  # of a row and key head
+        step = max(1, TOGETHER // (kv_heads * each))
+        share = -(-kv_heads // -(-kv_heads * each // TOGETHER))
+        weight = self._whole_weight(tokens, rows, visited)
+        span = abs(tokens.q_start - tokens.k_start) + max(self._lengths())
+
+        def part(begin: int, head: int) -> Part:
             batch = slice(begin, min(begin + step, rows.stop))
-            if shared is None or self._slopes_per_row:
-                shared = self._whole_weight(tokens, batch, visited)
-            span = abs(tokens.q_start - tokens.k_start) + max(self._lengths())
-            mode = self._mode(batch, slice(heads), span)
-            if mode.large is not None:  # as products have them: (B * Hkv, group * rows, 1)
-                each = mode.large[..., None].expand(-1, -1, tokens.q.shape[2])
-                mode = mode._replace(large=each.reshape(-1, self.group * tokens.q.shape[2], 1))
-            yield Whole(tokens, batch, shared, visited, scratch), mode
+            keys = slice(head, min(head + share, kv_heads))
+            heads = slice(keys.start * self.group, keys.stop * self.group)
+
+            def groups(scratch: Scratch) -> Iterator[tuple[Group, Mode]]:
+                mode = self._mode(batch, heads, span)
+                if mode.large is not None:  # as products have them: (N, group * rows, 1)
+                    large = mode.large[..., None].expand(-1, -1, len_q)
+                    mode = mode._replace(large=large.reshape(-1, self.group * len_q, 1))
+                own = weight.of(slice(begin - rows.start, batch.stop - rows.start), heads)
+                yield Whole(tokens, batch, keys, own, visited, scratch), mode
+
+            return Part(batch, keys, (batch.stop - begin) * (keys.stop - head) * each, groups)
+
+        for begin in range(rows.start, rows.stop, step):
+            for head in range(0, kv_heads, share):
+                yield part(begin, head)
 
     @property
     def _slopes_per_row(self) -> bool:
@@ -145,26 +162,46 @@ class Call:
         kept = isinstance(static.weight, StepWeight)
         return WholeSteps(TABLES.get(key, make) if kept else make(), static.weight.samples)
 
-    def _tiles(self, tokens: Tokens, rows: slice, scratch: Scratch) -> Iterator[tuple[Group, Mode]]:
+    def _tiled(self, tokens: Tokens, rows: slice) -> Iterator[Part]:
+        """Yield segments of the queries of each head, of one batch row or of several."""
         keys = range(tokens.k_start, tokens.k_start + tokens.k.shape[2])
-        count = tokens.q.shape[2]
-        blocks: dict[int, tuple[Blocks, Blocks]] = {}
-        for head in range(self.request.static.heads):
+        count, heads = tokens.q.shape[2], range(self.request.static.heads)
+        step = max(1, (rows.stop - rows.start) * self.request.static.kv_heads // ENOUGH)
+
+        @functools.cache
+        def tiles(begin: int, size: int) -> tuple[Integers, tuple[Blocks, Blocks] | None]:
+            first = first_positions(tokens.q_start + begin, min(SEGMENT, count - begin), size)
+            if isinstance(self.request.static.weight, DecayWeight):
+                return first, None
+            return first, (self._blocks(first), self._blocks(first + size - 1))
+
+        def part(batch: range, head: int, begin: int) -> Part:
             size = tile_rows(count, self.widths[head])
-            first = first_positions(tokens.q_start, count, size)
-            if size not in blocks and not isinstance(self.request.static.weight, DecayWeight):
-                blocks[size] = (self._blocks(first), self._blocks(first + size - 1))
-            weight = schedule = None
-            for row in range(rows.start, rows.stop):
-                if weight is None or schedule is None or self._slopes_per_row:
-                    weight = self._weight(head, row, first, size, blocks.get(size))
-                    schedule = Schedule.of(first, size, size, weight.reach(first, size, keys))
-                    weight.prepare(schedule)
-                widest = schedule.widest
-                span = size * (1 + max(widest.left, widest.right))
-                mode = self._mode(slice(row, row + 1), slice(head, head + 1), span)
-                for chunk in chunks(schedule):
-                    yield Tiles(tokens, (row, head), weight, schedule, chunk, scratch), mode
+
+            def groups(scratch: Scratch) -> Iterator[tuple[Group, Mode]]:
+                first, blocks = tiles(begin, size)
+                weight = schedule = None
+                for row in batch:
+                    views: dict[str, Tensor] = {}
+                    if weight is None or schedule is None or self._slopes_per_row:
+                        weight = self._weight(head, row, first, size, blocks)
+                        schedule = Schedule.of(first, size, size, weight.reach(first, size, keys))
+                        weight.prepare(schedule)
+                    widest = schedule.widest
+                    span = size * (1 + max(widest.left, widest.right))
+                    mode = self._mode(slice(row, row + 1), slice(head, head + 1), span)
+                    for chunk in chunks(schedule):
+                        at = begin + chunk.tile * size
+                        yield Tiles(tokens, (row, head), weight, chunk, at, views, scratch), mode
+
+            pairs = min(SEGMENT, count - begin) * (min(self.widths[head], len(keys)) + size)
+            own = slice(batch.start, batch.stop), slice(head // self.group, head // self.group + 1)
+            return Part(*own, len(batch) * pairs, groups)
+
+        for at in range(rows.start, rows.stop, step):
+            batch = range(at, min(at + step, rows.stop))
+            for head, begin in itertools.product(heads, range(0, count, SEGMENT)):
+                yield part(batch, head, begin)
 
     def _blocks(self, at: Integers) -> Blocks:
         """Return the blocks at some positions, ``(H or 1, s, n)``."""
@@ -193,7 +230,7 @@ class Call:
 
     def _mode(self, rows: slice, heads: slice, span: int) -> Mode:
         """Choose how carefully exponentials are made, for pairs at most `span` tokens apart."""
-        large = ~(self.bounds[rows, heads] < LIMITS[self.acc].bound)  # NaN too
+        large = ~(self.bounds.logits(rows, heads) < LIMITS[self.acc].bound)  # NaN too
         slant = 0.0
         if self.request.arrays.slopes:
             reach = [min(width, span) for width in self.widths[heads]]
@@ -202,8 +239,14 @@ class Call:
                 for row in self._slopes(rows)
                 for m, far in zip(row[heads], reach, strict=True)
             )
-        bounded = self.spread[rows, heads].max().item() + slant < -LIMITS[self.acc].floor
+        bounded = self.bounds.exponents(rows, heads).max().item() + slant < -LIMITS[self.acc].floor
         return Mode(large if large.any() else None, bounded)
+
+    @staticmethod
+    def _threads(parts: Iterable[Part]) -> int:
+        """Return how many threads may work: as many as torch's operations may take."""
+        pay = sum(part.pairs for part in parts) >= THREADS_PAY
+        return torch.get_num_threads() if pay else 1
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return out ``(B, H, Nq, Dv)`` and lse ``(B, H, Nq)``."""
@@ -213,10 +256,13 @@ class Call:
         if self._is_blank:
             out.zero_(), lse.fill_(-math.inf)
         if q.numel():
-            scratch = borrow()
-            for group, mode in self.work(scratch):
-                forward(group, self.tokens, self.request.static.scale, mode, out, lse)
-            give_back(scratch)
+
+            def work(part: Part, scratch: Scratch) -> None:
+                for group, mode in part.groups(scratch):
+                    forward(group, self.tokens, self.request.static.scale, mode, out, lse)
+
+            parts = sorted(self.parts(), key=lambda part: -part.pairs)
+            run(work, parts, self._threads(parts))
         return out, lse
 
     def backward(
@@ -226,37 +272,37 @@ class Call:
         q, k, v = self.tokens
         to = Wanted(
             torch.empty(q.shape, dtype=q.dtype, device="cpu") if wanted[0] else None,
-            torch.zeros(k.shape, dtype=self.acc, device="cpu") if wanted[1] else None,
-            torch.zeros(v.shape, dtype=self.acc, device="cpu") if wanted[2] else None,
+            torch.empty(k.shape, dtype=self.acc, device="cpu") if wanted[1] else None,
+            torch.empty(v.shape, dtype=self.acc, device="cpu") if wanted[2] else None,
             torch.zeros(q.shape[:2], dtype=torch.float64, device="cpu") if wanted[3] else None,
         )
-        if to.q is not None and self._is_blank:
-            to.q.zero_()
+        if self._is_blank or not q.numel():
+            for x in to:
+                if x is not None:
+                    x.zero_()
         if q.numel() and k.numel():
-            self.spread = self.bounds + self._spread(given)
-            scratch = borrow()
-            for group, mode in self.work(scratch):
-                backward(group, self.tokens, self.request.static.scale, mode.bounded, given, to)
-            give_back(scratch)
+            scale = self.request.static.scale
+            self.bounds = Bounds(self.tokens, self.ids, scale, self.acc, given)
+            owned: dict[tuple[int, int], list[Part]] = {}
+            for part in self.parts():
+                owned.setdefault((part.rows.start, part.keys.start), []).append(part)
+
+            def work(parts: list[Part], scratch: Scratch) -> None:
+                for x in (to.k, to.v):
+                    if x is not None:
+                        x[parts[0].rows, parts[0].keys] = 0
+                for part in parts:
+                    for group, mode in part.groups(scratch):
+                        backward(group, self.tokens, scale, mode.bounded, given, to)
+
+            jobs = sorted(owned.values(), key=lambda parts: -sum(part.pairs for part in parts))
+            run(work, jobs, self._threads(itertools.chain(*jobs)))
         return (
             to.q,
             None if to.k is None else to.k.to(k.dtype),
             None if to.v is None else to.v.to(v.dtype),
             to.slopes,
         )
-
-    def _spread(self, given: Given) -> Tensor:
-        """Return what the lse adds to the exponents, ``(B, H)``; infinite if gradients overflow."""
-        lse = given.lse.abs().masked_fill(given.lse == -math.inf, 0).amax(dim=-1) * LOG2E
-        if given.grad_out.numel():
-            largest = [
-                torch.linalg.vector_norm(x, math.inf, dtype=self.acc).item()
-                for x in (given.grad_out, self.tokens[2])
-            ]
-            products = largest[0] * largest[1] * given.out.shape[-1]
-            if not products < torch.finfo(self.acc).max / 4:
-                lse = lse + math.inf
-        return lse
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,20 +1,26 @@
 """Memory that the kernel reuses."""
 
 import math
+import os
 from collections import deque
 
 import torch
 from torch import Tensor
 
 KEPT = 1 << 25
-"""Bytes of scratch memory that are kept between calls, at most."""
+"""Bytes of the scratch memory of one processor that are kept between calls, at most."""
+
+
+VIEWS = 1 << 8
+"""Views of it that are kept, at most."""
 
 
 class Scratch:
-    """Memory of one call, reused: the first touch of fresh pages costs milliseconds."""
+    """Memory of one thread, reused: the first touch of fresh pages costs milliseconds."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._views: dict[tuple[str, torch.dtype, tuple[int, ...]], Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -23,16 +29,24 @@ class Scratch:
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor of undefined content, valid until the next call with that name."""
+        view = self._views.get((name, dtype, shape))
+        if view is not None:
+            return view
         size = math.prod(shape)
         held = self._held.get((name, dtype))
-        if held is None or held.numel() < size:
-            with torch.inference_mode(False):  # what is made there can't be written elsewhere
+        # What is made in inference mode can't be written elsewhere.
+        with torch.inference_mode(False):
+            if held is None or held.numel() < size:
                 held = self._held[name, dtype] = torch.empty(size, dtype=dtype, device="cpu")
-        return held[:size].view(shape)
+                self._views.clear()
+            if len(self._views) >= VIEWS:
+                self._views.clear()
+            view = self._views[name, dtype, shape] = held[:size].view(shape)
+        return view
 
 
-_FREE: deque[Scratch] = deque(maxlen=2)
-"""Scratch memory that no thread uses now; the autograd engine may run beside the caller."""
+_FREE: deque[Scratch] = deque(maxlen=os.cpu_count())
+"""Scratch memory that no thread uses now."""
 
 
 def borrow() -> Scratch:

@@ -36,22 +36,26 @@ class Tokens(NamedTuple):
 
 
 class Tiles:
-    """A chunk of tiles of one head and batch row: ``N`` products of ``(rows, D)`` by ``(W, D)``."""
+    """A chunk of tiles of one head and batch row: ``N`` products of ``(rows, D)`` by ``(W, D)``.
+
+    Their queries begin at index `begin`.
+    """
 
     def __init__(
         self,
         tokens: Tokens,
         head: tuple[int, int],
         weight: Decay | Steps,
-        schedule: Schedule,
         chunk: Chunk,
+        begin: int,
+        views: dict[str, Tensor],
         scratch: Scratch,
     ) -> None:
         self.acc, self.scratch, self.weight = tokens.acc, scratch, weight
-        self._tokens, self._chunk = tokens, chunk
+        self._tokens, self._chunk, self._views = tokens, chunk, views
         self._batch, self._head = head
-        self._rows = range(chunk.tile * chunk.rows, (chunk.tile + chunk.tiles) * chunk.rows)
-        self._first = int(schedule.first[chunk.tile]) - tokens.k_start  # as an index of keys
+        self._rows = range(begin, begin + chunk.tiles * chunk.rows)
+        self._first = tokens.q_start + begin - tokens.k_start  # as an index of keys
         self.pieces = list(pieces(chunk, self._first, tokens.k.shape[2]))
 
     # --- tokens in ---
@@ -59,24 +63,29 @@ class Tiles:
     def queries(self, name: str, x: Tensor) -> Tensor:
         """Return the rows of ``(B, H, Nq, D)``, zero where there is none: ``(N, R, D)``."""
         ids = None if self._tokens.ids is None else self._tokens.ids[0]
-        own = self._take(name, x[self._batch, self._head], self._rows, ids)
-        return own.as_strided(
-            (self._chunk.tiles, self._chunk.rows, x.shape[-1]),
-            (self._chunk.rows * own.stride(0), *own.stride()),
-            own.storage_offset(),
-        )
+        own = self._own(name, x, self._head)
+        return self._tiled(*self._take(name, own, self._rows, ids), self._chunk.rows)
 
     def keys(self, name: str, x: Tensor, piece: Piece) -> Tensor:
         """Return a piece's windows of ``(B, Hkv, Nk, D)``, which overlap: ``(N, W, D)``."""
         ids = None if self._tokens.ids is None else self._tokens.ids[1]
-        head = x[self._batch, self._head // self._tokens.group]
-        return self._windows(self._take(name, head, self._visited(piece), ids), piece)
+        own = self._own(name, x, self._head // self._tokens.group)
+        taken = self._take(name, own, self._visited(piece), ids)
+        return self._tiled(*taken, piece.blocks * self._chunk.rows)
 
-    def _take(self, name: str, x: Tensor, at: range, ids: Tensor | None) -> Tensor:
-        """Return rows of ``(n, D)``: a view where it can be, else a copy."""
-        fit = x.dtype == self.acc and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
+    def _own(self, name: str, x: Tensor, head: int) -> Tensor:
+        """View a head ``(n, D)``; `views` keeps that for the chunks of one head."""
+        own = self._views.get(name)
+        if own is None:
+            own = self._views[name] = x[self._batch, head]
+        return own
+
+    def _take(self, name: str, x: Tensor, at: range, ids: Tensor | None) -> tuple[Tensor, int]:
+        """Return what holds rows of ``(n, D)``, a copy unless itself, and where they begin."""
+        begin, (key, dim) = int(x.storage_offset()), x.stride()
+        fit = x.dtype == self.acc and dim == 1 and key >= x.shape[1]
         if fit and ids is None and at.start >= 0 and at.stop <= x.shape[0]:
-            return x[at.start : at.stop]
+            return x, begin + at.start * key
         out = self.scratch.get(name, (len(at), x.shape[1]), self.acc)
         here, there = overlap(at, x.shape[0])
         out[: here.start] = 0
@@ -84,7 +93,7 @@ class Tiles:
         out[here] = x[there]
         if ids is not None:  # what stands in padding must not spread
             out[here].masked_fill_((ids[self._batch, there] < 0)[:, None], 0)
-        return out
+        return out, 0
 
     def _visited(self, piece: Piece) -> range:
         """Return the indices of the keys in all windows of a piece; some may not exist."""
@@ -92,10 +101,14 @@ class Tiles:
         begin = self._first + piece.begin * self._chunk.rows
         return range(begin, begin + blocks * self._chunk.rows)
 
+    def _tiled(self, x: Tensor, begin: int, count: int) -> Tensor:
+        """View `count` rows of ``(n, …)`` for each tile, from its own first on."""
+        key, *dim = x.stride()
+        shape = (self._chunk.tiles, count, *x.shape[1:])
+        return x.as_strided(shape, (self._chunk.rows * key, key, *dim), begin)
+
     def _windows(self, x: Tensor, piece: Piece) -> Tensor:
-        rows, (key, *dim) = self._chunk.rows, x.stride()
-        shape = (self._chunk.tiles, piece.blocks * rows, *x.shape[1:])
-        return x.as_strided(shape, (rows * key, key, *dim), x.storage_offset())
+        return self._tiled(x, 0, piece.blocks * self._chunk.rows)
 
     # --- weights ---
 
@@ -143,25 +156,23 @@ class Tiles:
 
     # --- results out ---
 
-    def rows(self, x: Tensor) -> Tensor:
-        """View the rows of ``(B, H, Nq, …)`` that exist."""
-        return x[self._batch, self._head, self._rows.start : self._rows.stop]
-
     def per_head(self, x: Tensor) -> Tensor:
         """View what belongs to this head of ``(B, H)``."""
         return x[self._batch, self._head]
 
     def place(self, to: Tensor) -> Tensor | None:
         """View the rows of ``(B, H, Nq, D)`` as ``(N, R, D)``; None where they do not fit."""
-        own = self.rows(to)
-        if to.dtype != self.acc or own.shape[0] < len(self._rows):
+        if to.dtype != self.acc or self._rows.stop > to.shape[2]:
             return None
-        return own.view(self._chunk.tiles, self._chunk.rows, to.shape[-1])
+        own = self._own("to", to, self._head)
+        begin = int(own.storage_offset()) + self._rows.start * own.stride(0)
+        return self._tiled(own, begin, self._chunk.rows)
 
     def put(self, to: Tensor, x: Tensor) -> None:
         """Write ``(N, R, …)`` to the rows of ``(B, H, Nq, …)``."""
-        own = self.rows(to)
-        own.copy_(x.flatten(0, 1)[: own.shape[0]])
+        rows = x.flatten(0, 1)
+        own = to[self._batch, self._head, self._rows.start : self._rows.stop]
+        own.copy_(rows if own.shape[0] == rows.shape[0] else rows[: own.shape[0]])
 
     def add_to_keys(self, to: Tensor, piece: Piece, pairs: Tensor, x: Tensor, scale: float) -> None:
         """Add ``scale * pairs^T x`` to ``(B, Hkv, Nk, D)``; pairs ``(N, R, W)``, x ``(N, R, D)``.

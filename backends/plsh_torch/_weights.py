@@ -8,6 +8,7 @@ no harm. A step weight is its count alone, and ``normaliser``, ln s, completes t
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,12 +18,12 @@ from torch import Tensor
 
 from plsh.tiles import Chunk, Integers, Reach, Schedule, decay_reach, step_reach
 
-from ._cache import TABLES, Tables
+from ._cache import TABLES
 from ._scratch import Scratch
 
 LOG2E = 1 / math.log(2)
-KEPT = 1 << 21
-"""Bytes of tables that a decay keeps, at most: pieces may differ from chunk to chunk."""
+NEAR = 1 << 20
+"""Bytes, about, of the tables of the blocks next to the diagonal, of which pieces take slices."""
 FAR = 1 << 24
 """Block bounds further off than this are as far as any; float32 holds them exactly."""
 
@@ -50,15 +51,16 @@ class Decay:
     def __init__(self, slope: float, width: int, causal: bool, dtype: torch.dtype) -> None:
         self.slope = gentle(slope, dtype)
         self._width, self._causal, self._dtype = width, causal, dtype
-        self._tables = Tables(KEPT)
 
     def reach(self, first: Integers, rows: int, keys: range) -> Reach:
         """Return how far tiles that begin at positions `first` see."""
         return decay_reach(first, rows, self._width, self._causal, keys)
 
     def prepare(self, schedule: Schedule) -> None:
-        """Nothing: the tables depend on the distance only."""
-        self._rows = schedule.rows
+        """Choose the blocks whose tables serve most pieces."""
+        self._rows, widest = schedule.rows, schedule.widest
+        most = NEAR // (self._rows**2 * self._dtype.itemsize)
+        self._near = Piece(-min(most, widest.left), min(most, widest.right) + 1)
 
     def start(self, p: Tensor, piece: Piece, bounded: bool) -> float:
         """Fill ``(1, T, rows, columns)``; return what the product must scale it by."""
@@ -81,7 +83,7 @@ class Decay:
 
     def distance(self, piece: Piece) -> Tensor:
         """Return the distance of each pair of a tile, ``(rows, columns)``."""
-        return self._tables.get(("distance", piece), lambda: self._offsets(piece).abs_())
+        return self._table("distance", piece, lambda x: self._offsets(x).abs_())
 
     def _is_plain(self, piece: Piece) -> bool:
         """Whether all pairs are seen, and on one side."""
@@ -90,27 +92,37 @@ class Decay:
         blocks = piece.end if piece.begin > 0 else 1 - piece.begin
         return (piece.end <= 0 or not self._causal) and blocks * self._rows - 1 <= self._width
 
+    def _table(self, name: str, piece: Piece, make: Callable[[Piece], Tensor], *key: Any) -> Tensor:
+        """Return a table of a piece, ``(rows, columns)``: a slice of a wider one if near."""
+        near = self._near
+        whole = near if near.begin <= piece.begin and piece.end <= near.end else piece
+        table = TABLES.get((name, whole, self._rows, self._dtype, *key), lambda: make(whole))
+        begin = (piece.begin - whole.begin) * self._rows
+        return table[:, begin : begin + piece.blocks * self._rows]
+
     def _bias(self, piece: Piece, bounded: bool) -> Tensor:
-        def make() -> Tensor:
+        def make(piece: Piece) -> Tensor:
             bias = self.distance(piece) * (-self.slope * LOG2E)
             return bias.masked_fill_(self._seen(piece) == 0, -math.inf) if bounded else bias
 
-        return self._tables.get(("bias", piece, bounded), make)
+        seen = (self._width, self._causal) if bounded else ()
+        return self._table("bias", piece, make, self.slope, *seen)
 
     def _seen(self, piece: Piece) -> Tensor:
-        def make() -> Tensor:
+        def make(piece: Piece) -> Tensor:
             apart = self._offsets(piece)
             seen = apart.abs() <= self._width
             return (seen & (apart >= 0) if self._causal else seen).to(self._dtype)
 
-        return self._tables.get(("seen", piece), make)
+        return self._table("seen", piece, make, self._width, self._causal)
 
     def _offsets(self, piece: Piece) -> Tensor:
         """Return query less key position, ``(rows, columns)``."""
         return self._apart(piece.blocks) - piece.begin * self._rows
 
     def _apart(self, blocks: int) -> Tensor:
-        return self._tables.get(("apart", blocks), lambda: apart(self._rows, blocks, self._dtype))
+        key = ("apart", blocks, self._rows, self._dtype)
+        return TABLES.get(key, lambda: apart(self._rows, blocks, self._dtype))
 
 
 def gentle(slope: float, dtype: torch.dtype) -> float:
@@ -173,8 +185,20 @@ class Steps:
             tuple(torch.from_numpy(np.ascontiguousarray((x - first).T)) for x in blocks)
             for blocks in (self._at_first, self._at_last)
         )
+        query = torch.arange(rows, dtype=self._dtype, device="cpu")[:, None]
+        sides = 1 if self._causal else 2
+        self._near = torch.empty(
+            (first.size, rows, sides * self.samples), dtype=self._dtype, device="cpu"
+        )
+        # Whether a query is in a block at its tile's first position, or its last.
+        torch.lt(
+            query, self._bounds(self._left[1], 0)[:, None], out=self._near[..., : self.samples]
+        )
+        if not self._causal:
+            before = self._bounds(self._right[0], 0)[:, None]
+            torch.ge(query, before, out=self._near[..., self.samples :])
 
-    def _near(self, bounds: Tensor, at: int) -> Tensor:
+    def _bounds(self, bounds: Tensor, at: int) -> Tensor:
         """Return bounds from position `at` on as floats, which hold them exactly or as far."""
         return (bounds - at).clamp_(-FAR, FAR).to(self._dtype)
 
@@ -189,27 +213,24 @@ class Steps:
     def factor(self, chunk: Chunk, piece: Piece, bounded: bool, scratch: Scratch) -> Tensor:
         """Return the counts, ``(T, rows, columns)``."""
         rows, tiles = self._rows, slice(chunk.tile, chunk.tile + chunk.tiles)
-        columns = (piece.blocks) * rows
+        columns = piece.blocks * rows
         left, right = piece.begin < 0, piece.end > 1
-        inner = self.samples * (left + right)
         out = scratch.get("factor", (chunk.tiles, rows, columns), self._dtype)
-        at = piece.begin * rows  # positions are counted from the tile's first, or the piece's
-        key = torch.arange(columns, dtype=self._dtype, device="cpu")
-        query = torch.arange(rows, dtype=self._dtype, device="cpu")[:, None]
-        if inner:
-            near = scratch.get("near", (chunk.tiles, rows, inner), self._dtype)
-            far = scratch.get("far", (chunk.tiles, inner, columns), self._dtype)
+        at = piece.begin * rows  # of keys, from a tile's first position
+        if left or right:
+            inner = slice(0 if left else self.samples, self.samples * (2 if right else 1))
+            near = self._near[tiles, :, inner]
+            far = scratch.get("far", (chunk.tiles, near.shape[2], columns), self._dtype)
+            key = torch.arange(columns, dtype=self._dtype, device="cpu")
             if left:  # pivot: the tile's first position
-                begins, ends = (x[tiles] for x in self._left)
-                torch.lt(query, self._near(ends, 0)[:, None], out=near[..., : self.samples])
-                torch.ge(key, self._near(begins, at)[:, :, None], out=far[:, : self.samples])
-                far[:, : self.samples, -at:] = 0
+                begins = self._bounds(self._left[0][tiles], at)[:, :, None]
+                torch.ge(key, begins, out=far[:, : self.samples])
             if right:  # pivot: the tile's last position
-                begins, ends = (x[tiles] for x in self._right)
-                own = slice(inner - self.samples, inner)
-                torch.ge(query, self._near(begins, 0)[:, None], out=near[..., own])
-                torch.lt(key, self._near(ends, at)[:, :, None], out=far[:, own])
-                far[:, own, : max(rows - at, 0)] = 0
+                ends = self._bounds(self._right[1][tiles], at)[:, :, None]
+                torch.lt(key, ends, out=far[:, -self.samples :])
+            if left and right:  # each for its own side
+                far[:, : self.samples, -at:] = 0
+                far[:, self.samples :, : rows - at] = 0
             torch.bmm(near, far, out=out)
         if piece.begin <= 0 < piece.end:
             out[..., -at : rows - at] = self._diagonals[tiles]

@@ -1,8 +1,9 @@
-"""Whole heads of few queries, or of few tokens: all heads of some batch rows in one product each.
+"""Whole heads of few queries, or of few tokens: a product for each batch row and key head.
 
 A piece is a run of keys here, as indices.
 """
 
+import copy
 import math
 from typing import Any
 
@@ -38,6 +39,13 @@ class WholeDecay:
         self.distance = self.distance.to(dtype)
         self._slopes = slopes
 
+    def of(self, batch: slice, heads: slice) -> "WholeDecay":
+        """Return the weight of some batch rows and heads."""
+        own = copy.copy(self)
+        own._hidden = self._hidden[heads]
+        own._slopes = self._slopes[batch if self._slopes.shape[0] > 1 else slice(None), heads]
+        return own
+
     def start(self, p: Tensor, at: slice, bounded: bool) -> float:
         """Fill ``(B, H, rows, W)``; return what the product must scale it by."""
         p.copy_(self.distance[:, at]).mul_(self._slopes[..., None, None] * -LOG2E)
@@ -62,6 +70,12 @@ class WholeSteps:
 
     def __init__(self, counts: Tensor, samples: int) -> None:
         self._counts, self.normaliser = counts, math.log(samples)
+
+    def of(self, batch: slice, heads: slice) -> "WholeSteps":
+        """Return the weight of some batch rows and heads."""
+        own = copy.copy(self)
+        own._counts = self._counts[heads if self._counts.shape[0] > 1 else slice(None)]
+        return own
 
     def start(self, p: Tensor, at: slice, bounded: bool) -> float:
         """Return 0: the counts say it all."""
@@ -103,20 +117,21 @@ def _begun(labels: Labels, at: range) -> "np.ndarray[Any, np.dtype[np.int64]]":
 
 
 class Whole:
-    """All heads of batch rows: ``N = B * Hkv`` products, the queries of a key head in one."""
+    """Heads of batch rows: ``N`` products, one for each row and key head, all its queries in it."""
 
     def __init__(
         self,
         tokens: Tokens,
         batch: slice,
+        keys: slice,
         weight: WholeDecay | WholeSteps,
         visited: range,
         scratch: Scratch,
     ) -> None:
         self.acc, self.scratch, self.weight = tokens.acc, scratch, weight
         self._tokens, self._batch, self._visited = tokens, batch, visited
-        count = batch.stop - batch.start
-        self._products = count * tokens.k.shape[1]
+        self._heads = (slice(keys.start * tokens.group, keys.stop * tokens.group), keys)
+        self._products = (batch.stop - batch.start) * (keys.stop - keys.start)
         self._rows = tokens.group * tokens.q.shape[2]
         step = max(1, PAIRS // (self._products * self._rows))
         self.pieces = [
@@ -127,13 +142,13 @@ class Whole:
 
     def queries(self, name: str, x: Tensor) -> Tensor:
         """Return ``(B, H, Nq, D)`` as ``(N, group * Nq, D)``."""
-        own = self._clean(x[self._batch], 0, slice(None))
+        own = self._clean(x[self._batch, self._heads[0]], 0, slice(None))
         return own.reshape(self._products, self._rows, x.shape[3])
 
     def keys(self, name: str, x: Tensor, piece: Piece) -> Tensor:
         """Return a piece's keys of ``(B, Hkv, Nk, D)``: ``(N, W, D)``."""
         at = slice(*piece)
-        own = self._clean(x[self._batch, :, at], 1, at)
+        own = self._clean(x[self._batch, self._heads[1], at], 1, at)
         return own.reshape(self._products, piece.end - piece.begin, x.shape[3])
 
     def _clean(self, x: Tensor, side: int, at: slice) -> Tensor:
@@ -147,7 +162,8 @@ class Whole:
 
     def pairs(self, p: Tensor) -> Tensor:
         """View products ``(N, R, W)`` as the weight sees them, ``(B, H, Nq, W)``."""
-        return p.view(-1, self._tokens.q.shape[1], self._tokens.q.shape[2], p.shape[-1])
+        heads = self._heads[0].stop - self._heads[0].start
+        return p.view(-1, heads, self._tokens.q.shape[2], p.shape[-1])
 
     def _at(self, piece: Piece) -> slice:
         return slice(piece.begin - self._visited.start, piece.end - self._visited.start)
@@ -181,21 +197,22 @@ class Whole:
     # --- results out ---
 
     def per_head(self, x: Tensor) -> Tensor:
-        """View what belongs to these batch rows of ``(B, H)``."""
-        return x[self._batch]
+        """View what belongs to these rows and heads of ``(B, H)``."""
+        return x[self._batch, self._heads[0]]
 
     def place(self, to: Tensor) -> Tensor | None:
-        """View these rows of ``(B, H, Nq, D)`` as ``(N, R, D)``; None where they do not fit."""
-        if to.dtype != self.acc:
+        """View these heads of ``(B, H, Nq, D)`` as ``(N, R, D)``; None where they do not fit."""
+        own = self.per_head(to)
+        if to.dtype != self.acc or not own.is_contiguous():
             return None
-        return to[self._batch].view(self._products, self._rows, to.shape[3])
+        return own.view(self._products, self._rows, to.shape[3])
 
     def put(self, to: Tensor, x: Tensor) -> None:
-        """Write ``(N, R, …)`` to these rows of ``(B, H, Nq, …)``."""
-        own = to[self._batch]
+        """Write ``(N, R, …)`` to these heads of ``(B, H, Nq, …)``."""
+        own = self.per_head(to)
         own.copy_(x.view(own.shape))
 
     def add_to_keys(self, to: Tensor, piece: Piece, pairs: Tensor, x: Tensor, scale: float) -> None:
         """Add ``scale * pairs^T x`` to ``(B, Hkv, Nk, D)``; see `Tiles.add_to_keys`."""
-        own = to[self._batch, :, slice(*piece)]
+        own = to[self._batch, self._heads[1], slice(*piece)]
         own.add_(torch.bmm(pairs.mT, x).view(own.shape), alpha=scale)
