@@ -153,12 +153,17 @@ class Schedule:
 
     def chunks(self, most: int) -> Iterator[Chunk]:
         """Batch neighbouring tiles while their pairs, padded to the widest, are at most `most`."""
+        def fit(left: int, right: int) -> int:
+            return most // (self.rows * (self.rows + self.columns * (left + right)))
+
         left = right = begin = 0
+        room = fit(0, 0)
         for t, own in enumerate(zip(self.left.tolist(), self.right.tolist(), strict=True)):
-            wide = (max(left, own[0]), max(right, own[1]))
-            keys = self.rows + self.columns * sum(wide)
-            if t > begin and (t + 1 - begin) * keys * self.rows > most:
-                yield Chunk(begin, t - begin, self.rows, self.columns, left, right)
-                begin, wide = t, own
-            left, right = wide
+            if own[0] > left or own[1] > right or t - begin >= room:
+                wide = (max(left, own[0]), max(right, own[1]))
+                room = fit(*wide)
+                if t > begin and t - begin >= room:
+                    yield Chunk(begin, t - begin, self.rows, self.columns, left, right)
+                    begin, wide, room = t, own, fit(*own)
+                left, right = wide
         yield Chunk(begin, len(self.first) - begin, self.rows, self.columns, left, right)

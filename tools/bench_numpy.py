@@ -1,12 +1,13 @@
 """Measure the NumPy backend against dense NumPy: ratios, errors, memory, growth.
 
-    python tools/bench_numpy.py [--length 8192] [--long 65536] [--repeat 7]
+    python tools/bench_numpy.py [--length 8192] [--long 65536] [--repeat 7] [--threads N]
 
 Causal, B=1, H=8, D=64, float32, standard slopes. Each figure is the median of warm runs, peer and
-backend in turn, each after a pause in which the BLAS threads of the one before fall asleep. Error
-is the relative Frobenius error of the output, on sampled rows, against float64: `rounding` against
-the same positional weight, `alibi` against exact ALiBi. The floor is the two bare products, q k
-and p v, of the tiles that the band loop visits.
+backend in turn, each after a pause in which the BLAS threads of the one before fall asleep, and a
+run that is not timed. Error is the relative Frobenius error of the output, on sampled rows, against
+float64: `rounding` against the same positional weight, `alibi` against exact ALiBi. The floor is
+the two bare products, q k and p v, of the tiles that the band loop visits, by the same number of
+threads; the band loop is a call without its checks and its fresh outputs.
 """
 
 import argparse
@@ -122,17 +123,33 @@ def floor(call):
             np.matmul(p, segment.keys(segment.v, chunk, batch), out=o)
             visited[task.heads.start] += chunk.tiles * chunk.pairs
 
-    time.sleep(0.2)
-    start = time.perf_counter()
-    call.run(run, list(zip(tasks, segments, strict=True)))
-    return time.perf_counter() - start, visited
+    timed(lambda: call.run(run, list(zip(tasks, segments, strict=True))))
+    return visited // 2  # run twice
 
 
-def timed(f, pause=0.2):
+def timed(f, pause=0.1, warm=True):
+    """Seconds of a warm run: after the pause the processors wake at a call that is not timed."""
     time.sleep(pause)
+    if warm:
+        f()
     start = time.perf_counter()
     f()
     return time.perf_counter() - start
+
+
+LOOPS = []
+"""Seconds of each band loop."""
+
+
+def record_loops():
+    original = _backend._Call.run
+
+    def run(*args):
+        start = time.perf_counter()
+        original(*args)
+        LOOPS.append(time.perf_counter() - start)
+
+    _backend._Call.run = run
 
 
 def peak(f):
@@ -149,11 +166,14 @@ def main():
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--long", type=int, default=65536)
     parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=_backend._cpus())
     args = parser.parse_args()
+    _backend._cpus = lambda: args.threads
+    record_loops()
     slopes = plsh.alibi_slopes(H)
     n = args.length
     q, k, v = inputs(n)
-    print(f"{platform.machine()}, {_backend._cpus()} cores, NumPy {np.__version__}")
+    print(f"{platform.machine()}, {args.threads} threads, NumPy {np.__version__}")
     print(f"causal, B=1, H={H}, D={D}, float32, standard slopes, n={n}")
     methods = (plsh.PositionalLSH(), plsh.Window(), plsh.Exact())
     rows = np.linspace(0, n - 1, 24).astype(int)
@@ -177,21 +197,23 @@ def main():
         rounding = np.linalg.norm(got - own) / np.linalg.norm(own)
         error = np.linalg.norm(got - alibi) / np.linalg.norm(alibi)
         call = schedule(q, k, v, method)
-        columns = {"dense": [], "fwd": [], "floor": [], "vjp": []}
-        visited = floor(call)[1]
+        columns = {name: [] for name in ("dense", "fwd", "loop", "floor", "vjp", "back")}
         for _ in range(args.repeat if not isinstance(method, plsh.Exact) else 3):
             columns["dense"].append(timed(lambda: dense(q, k, v, slopes)))
             columns["fwd"].append(timed(forward))
-            columns["floor"].append(floor(call)[0])
+            columns["loop"].append(LOOPS[-1])
+            visited = floor(call)
+            columns["floor"].append(LOOPS[-1])
             columns["vjp"].append(timed(vjp))
+            columns["back"].append(LOOPS[-1])
         t = {name: statistics.median(x) for name, x in columns.items()}
         wide = slopes <= 1 / 64
         waste = visited[wide].sum() / pairs(method, n, slopes)[wide].sum()
         print(
             f"{method!r}: {t['fwd'] * 1e3:.1f} ms, {t['dense'] / t['fwd']:.1f}x dense"
-            f" ({t['dense'] * 1e3:.0f} ms); forward/floor {t['fwd'] / t['floor']:.2f};"
-            f" fwd+vjp {(t['fwd'] + t['vjp']) * 1e3:.0f} ms,"
-            f" over 3.5 floors {(t['fwd'] + t['vjp']) / (3.5 * t['floor']):.2f};"
+            f" ({t['dense'] * 1e3:.0f} ms); fwd+vjp {(t['fwd'] + t['vjp']) * 1e3:.0f} ms;"
+            f" band loop over its floor: forward {t['loop'] / t['floor']:.2f},"
+            f" fwd+vjp over 3.5 floors {(t['loop'] + t['back']) / (3.5 * t['floor']):.2f};"
             f" visited/weighted pairs (sigma >= 64) {waste:.2f};"
             f" rounding {rounding:.1e}, error against ALiBi {error:.1e}"
         )
@@ -212,16 +234,20 @@ def main():
         )
     x = tuple(a[:, :, :128] for a in (q, k, v))
     for method in methods:
-        small = [
-            timed(lambda m=method: plsh.attention(*x, method=m, causal=True, backend="numpy"), 0)
-            for _ in range(200)
-        ]
+
+        def forward(method=method):
+            return plsh.attention(*x, method=method, causal=True, backend="numpy")
+
+        small = [timed(forward, 0, warm=False) for _ in range(200)]
         print(f"{method!r}: n=128 warm {statistics.median(small) * 1e3:.2f} ms")
     long = inputs(args.long)
     for method in methods[:2]:
         fresh = plsh.PositionalLSH(seed=7) if isinstance(method, plsh.PositionalLSH) else method
-        cold = timed(lambda m=fresh: plsh.attention(*long, method=m, causal=True, backend="numpy"))
-        warm = timed(lambda m=fresh: plsh.attention(*long, method=m, causal=True, backend="numpy"))
+
+        def forward(method=fresh):
+            return plsh.attention(*long, method=method, causal=True, backend="numpy")
+
+        cold, warm = timed(forward, warm=False), timed(forward)
         print(f"{method!r}: n={args.long} first call {cold:.2f} s, second {warm:.2f} s")
 
 

@@ -24,7 +24,7 @@ from ._scratch import AnyArray, Scratch
 from ._segment import BACKWARD, FORWARD, Job
 from ._weights import Decay, Steps
 
-SEGMENT = 1 << 12
+SEGMENT = 1 << 13
 """Queries of a job, at most; the keys and values in their reach are copied once."""
 LEAST = 1 << 9
 """Queries of a job at least, if there are fewer keys: where a tile is far from the keys and others
@@ -85,10 +85,14 @@ class NumpyBackend:
         """Return the gradients by q, k, v and, under a decay, the slopes."""
         call = _Call.of(q, k, v, request)
         dq = np.zeros(q.shape, dtype=q.dtype)
-        dk, dv = np.zeros(k.shape, dtype=call.acc), np.zeros(v.shape, dtype=call.acc)
+        dk, dv = np.empty(k.shape, dtype=call.acc), np.empty(v.shape, dtype=call.acc)
         by_slope = np.zeros(q.shape[:2])
 
-        def run(tasks: list[_Task], scratch: Scratch) -> None:
+        def run(item: tuple[range, list[_Task]], scratch: Scratch) -> None:
+            owns, tasks = item
+            # By the worker itself: fresh pages cost most where they are read before written.
+            dk[:, owns.start : owns.stop] = 0
+            dv[:, owns.start : owns.stop] = 0
             for task in tasks:
                 own, rows = task.place, task.batch
                 given = Given(
@@ -107,10 +111,11 @@ class NumpyBackend:
                     dq[own], dk[key], dv[key] = parts
 
         # One worker owns a key head, so that sums are made in one order.
-        owned: dict[int, list[_Task]] = {}
+        owned: dict[range, list[_Task]] = {}
         for heads in call.head_groups(call.group):
-            owned.setdefault(heads.start // call.group, []).extend(call.tasks(heads))
-        call.run(run, list(owned.values()))
+            keys = call.key_heads(heads)
+            owned.setdefault(range(keys[0], keys[-1] + 1), []).extend(call.tasks(heads))
+        call.run(run, list(owned.items()))
         slopes = request.arrays.slopes
         gradient = None
         if slopes is not None:
@@ -260,9 +265,10 @@ class _Call(NamedTuple):
         if threads <= 1 or self.q.shape[0] * self.q.shape[2] * keys < THREADS_PAY:
             work_off()
             return
-        with ThreadPoolExecutor(threads) as pool:
-            running = [pool.submit(work_off) for _ in range(threads)]
+        with ThreadPoolExecutor(threads - 1) as pool:
+            running = [pool.submit(work_off) for _ in range(threads - 1)]
             try:
+                work_off()
                 for done in running:
                     done.result()
             except BaseException:  # an interrupt, or a fault: what has not begun need not

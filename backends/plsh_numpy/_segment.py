@@ -31,8 +31,8 @@ class Size(NamedTuple):
     """Pairs of a chunk: fewer cost more calls, more leave the second-level cache."""
 
 
-FORWARD = Size(64, 1 << 18)
-BACKWARD = Size(64, 1 << 17)
+FORWARD = Size(64, 1 << 19)
+BACKWARD = Size(64, 1 << 18)
 
 
 class Job(NamedTuple):
@@ -188,7 +188,8 @@ class Segment:
 
     def keys(self, x: AnyArray, chunk: Chunk, batch: slice) -> AnyArray:
         """View what a chunk visits of ``(B, G, blocks, …)``: ``(b, G, tiles, blocks, …)``."""
-        return window(x[batch], self._block(chunk), chunk.tiles, chunk.left + 1 + chunk.right)
+        blocks = chunk.left + 1 + chunk.right
+        return window(x, batch, self._block(chunk), chunk.tiles, blocks)
 
     def _block(self, chunk: Chunk) -> int:
         return chunk.tile + self.widest.left - chunk.left
@@ -226,21 +227,16 @@ def flat(x: AnyArray) -> AnyArray:
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
 
 
-def window(x: AnyArray, begin: int, tiles: int, blocks: int) -> AnyArray:
-    """View ``(B, G, n, …)`` as overlapping windows of blocks: ``(B, G, tiles, blocks, …)``.
+def window(x: AnyArray, batch: slice, begin: int, tiles: int, blocks: int) -> AnyArray:
+    """View contiguous ``(B, G, n, …)`` as overlapping windows ``(b, G, tiles, blocks, …)``.
 
-    What numpy's ``as_strided`` does, which takes five times as long.
+    What numpy's ``as_strided`` does, which takes ten times as long.
     """
-    shape = (*x.shape[:2], tiles, blocks, *x.shape[3:])
+    shape = (batch.stop - batch.start, x.shape[1], tiles, blocks, *x.shape[3:])
     if x.size == 0:
         return np.zeros(shape, x.dtype)
-    x = x[:, :, begin:]
-    base = x
-    while isinstance(base.base, np.ndarray):
-        base = base.base
-    offset = x.__array_interface__["data"][0] - base.__array_interface__["data"][0]
-    strides = (*x.strides[:3], x.strides[2], *x.strides[3:])
-    return np.ndarray(shape, x.dtype, base, offset, strides)
+    offset = batch.start * x.strides[0] + begin * x.strides[2]
+    return np.ndarray(shape, x.dtype, x, offset, (*x.strides[:3], *x.strides[2:]))
 
 
 def _norm(x: AnyArray) -> AnyArray:

@@ -138,14 +138,13 @@ class Steps:
         """
         tiles, start, stop = first.size, int(first[0]), int(first[-1]) + rows
         own = self._labels(start, stop)
-        of_tiles = own.reshape(*own.shape[:2], tiles, rows).swapaxes(1, 2)  # (G, tiles, s, rows)
-        labels = of_tiles - first.astype(np.int32)[:, None, None]
+        labels = own.reshape(*own.shape[:2], tiles, rows).swapaxes(1, 2)  # (G, tiles, s, rows)
         self._keys = keys
-        # Left of a tile the pivot is its first position, right of it its last. Row b of the table
-        # is 0 before column b, 1 from there on.
-        self._step = 1 - np.tri(rows + 1, rows, -1, dtype=self._dtype)
-        self._begins = labels[..., 0].astype(np.int64) + move
-        self._left = (labels <= 0).astype(self._dtype)
+        begin = first.astype(np.int32)[:, None]
+        # Left of a tile the pivot is its first position, right of it its last.
+        self._begins = (labels[..., 0] - begin).astype(np.int64) + move
+        self._left = (labels <= begin[:, None]).astype(self._dtype)
+        self._step = _step_table(rows, self._dtype)
         low = high = first + self._begins.min(axis=(0, 2))
         if not self._causal:
             # A block ends where labels exceed the positions in it. Keys follow the tiles at once.
@@ -158,17 +157,18 @@ class Steps:
             ends = np.array(found).swapaxes(1, 2) + start  # (G, tiles, s)
             high = ends.max(axis=(0, 2))
             self._ends = ends - first[:, None]
-            self._right = self._step.take(labels[..., -1], axis=0, mode="clip")
+            self._right = self._step.take(labels[..., -1] - begin, axis=0, mode="clip")
         key = self._recipe and (self._recipe, self._causal, start, tiles, rows)
-        self._diagonals = _DIAGONALS.get(key, lambda: self._count_diagonals(labels))
+        self._diagonals = _DIAGONALS.get(key, lambda: self._count_diagonals(labels, begin))
         reach = step_reach(first, rows, low, high, self._causal, keys)
         self._schedule = Schedule.of(first, rows, rows, reach)
         return self._schedule
 
-    def _count_diagonals(self, labels: AnyArray) -> AnyArray:
+    def _count_diagonals(self, labels: AnyArray, begin: AnyArray) -> AnyArray:
         """Return the counts of tiles with the keys at their positions, ``(G, tiles, rows, rows)``.
 
-        `labels` ``(G, tiles, s, rows)`` are relative to the tile. The counts are small integers.
+        `labels` are ``(G, tiles, s, rows)``, `begin` the tiles' first positions ``(tiles, 1)``. The
+        counts are small integers.
         """
         # For j <= i a partition counts iff i's block begins at or before j: a histogram of block
         # begins among the tile's columns, then its running sum. The rest is symmetric. Padding
@@ -179,8 +179,9 @@ class Steps:
         step = max(1, PIECE // (heads * rows * rows))
         line = rows * np.arange(heads * step * rows, dtype=np.int32)
         for tile in range(0, tiles, step):
-            piece = counts[:, tile : tile + step]  # counts are exact in any dtype
-            begins = np.clip(labels[:, tile : tile + step], 0, rows - 1)
+            own = slice(tile, tile + step)
+            piece = counts[:, own]  # counts are exact in any dtype
+            begins = np.clip(labels[:, own] - begin[own, None], 0, rows - 1)
             begins += line[: piece.size // rows].reshape(heads, -1, 1, rows)
             found = np.bincount(begins.ravel(), minlength=piece.size).astype(self._dtype)
             # A product with a triangle sums along the rows at a third of the cost of cumsum.
@@ -248,6 +249,14 @@ class _Kept:
 
 
 _DIAGONALS = _Kept()
+
+
+@functools.lru_cache(maxsize=32)
+def _step_table(rows: int, dtype: np.dtype[Any]) -> AnyArray:
+    """Return ``(rows + 1, rows)``; row b is 0 before column b, 1 from there on."""
+    table = 1 - np.tri(rows + 1, rows, -1, dtype=dtype)
+    table.flags.writeable = False
+    return table
 
 
 def _product(near: AnyArray, far: AnyArray, out: AnyArray) -> None:
