@@ -300,6 +300,7 @@ CUTS = {
     "pieces": {"COLUMNS": 64},
     "short pieces": {"COLUMNS": 96, "PAIRS": 1 << 14},
     "long tiles": {"NARROW": 0},
+    "segments": {"SEGMENT": 64, "THREADS_PAY": 0},
     "whole": {"SMALL": 1 << 40},
     "whole in groups": {"SMALL": 1 << 40, "TOGETHER": 1, "PAIRS": 5000},
 }
@@ -931,6 +932,6 @@ def test_memory_kept_between_calls_is_bounded():
             scratch._FREE.clear()
             for _ in range(5):
                 everything(q, k, v, "lsh")
-            assert sum(held.nbytes for held in scratch._FREE) <= min(kept, 1 << 25)
-            assert len(scratch._FREE) <= 2
+            assert all(held.nbytes <= min(kept, 1 << 25) for held in scratch._FREE)
+            assert len(scratch._FREE) <= torch.get_num_threads()
     scratch._FREE.clear()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import plsh_torch
 import pytest
 import test_torch_backend as tests
+import test_torch_threads as threads
 import test_torch_transforms as transforms
 import torch
 from plsh_torch import _attend, _ops, _vmap
@@ -97,8 +98,8 @@ MUTANTS = [
     Mutant("distance off by a piece", "_weights", "-sign * piece.begin * self._rows",
            "-sign * piece.end * self._rows", CUT, {"method": "exact", "causal": True}),
     # Whole heads
-    Mutant("width of whole heads off by one", "_whole", "self.distance <= limit",
-           "self.distance < limit", ORACLE, DECAY),
+    Mutant("width of whole heads off by one", "_whole", "apart.abs() <= limit",
+           "apart.abs() < limit", ORACLE, DECAY),
     Mutant("later keys counted by the query's blocks", "_whole",
            "_begun(labels_k, queries).swapaxes(-1, -2)", "before", ORACLE, SHORT),
     Mutant("whole keys start late", "_call", "max(ahead - reach, 0)", "max(ahead - reach + 1, 0)",
@@ -125,6 +126,21 @@ MUTANTS = [
            "test_sums_over_many_keys_lose_no_digits", {"method": "exact", "rows": 1}),
     Mutant("slopes' gradient of the wrong sign", "_band", ".sub_(group.distance_sum(ds, piece))",
            ".add_(group.distance_sum(ds, piece))", ORACLE, EXACT),
+    # Parts and threads
+    Mutant("segments all begin at the first query", "_call", "at = begin + chunk.tile * size",
+           "at = chunk.tile * size", CUT, {"method": "exact", "causal": True}),
+    Mutant("parts of one key head apart", "_call", "(part.rows.start, part.keys.start)",
+           "(part.rows.start, part.keys.start, id(part))", ORACLE, GROUPED),
+    Mutant("settings not restored", "_threads", "setters.openmp(count)", "pass",
+           "test_settings_of_the_caller_and_of_new_threads_are_as_before", {"fails": True}),
+    Mutant("threads to come set too", "_threads", "setters.openmp(1)", "torch.set_num_threads(1)",
+           "test_settings_of_the_caller_and_of_new_threads_are_as_before", {"fails": False}),
+    Mutant("a thread not alone", "_threads", "torch.inference_mode(), alone()",
+           "torch.inference_mode()", "test_work_is_shared_and_each_thread_works_alone"),
+    Mutant("a thread in a mode of its own", "_threads", "torch.inference_mode(), alone()",
+           "alone()", "test_work_is_shared_and_each_thread_works_alone"),
+    Mutant("bound by one head's keys", "_bounds", "[rows, None] < 0, 0)", "[rows, None] < -9, 0)",
+           "test_what_stands_in_padding_reaches_nothing", NAN),
     # The call path and the vmap rule
     Mutant("seed drawn on the call path", "_recipe", "_words(step.seed) if step",
            "_words(__import__('plsh').hashing.fold_seed(step.seed)) if step", COMPILES,
@@ -166,11 +182,13 @@ def put_in_place(monkeypatch, module=None, old="", new=""):
         monkeypatch.setattr(_vmap, name, getattr(made["_vmap"], name))
     monkeypatch.setattr(tests, "MODULES", (made["_tiles"], made["_call"], made["_whole"]))
     monkeypatch.setattr(tests, "scratch", made["_scratch"])
+    monkeypatch.setattr(threads, "threads", made["_threads"])
+    monkeypatch.setattr(threads, "call_module", made["_call"])
 
 
 def call(mutant, monkeypatch):
     """Call a test of one of the modules."""
-    module = tests if hasattr(tests, mutant.test) else transforms
+    module = next(x for x in (tests, threads, transforms) if hasattr(x, mutant.test))
     test, arguments = getattr(module, mutant.test), mutant.arguments
     if "monkeypatch" in inspect.signature(test).parameters:
         arguments = {**arguments, "monkeypatch": monkeypatch}

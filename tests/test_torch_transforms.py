@@ -440,6 +440,9 @@ def test_forward_mode_is_refused_and_names_who_can():
     q, k, v = tensors()
     with pytest.raises(UnsupportedByBackendError, match=r"no forward-mode derivative.*'reference'"):
         torch.func.jvp(lambda q: call(q, k, v), (q,), (q,))
+    out, pull = torch.func.vjp(lambda q: call(q, k, v), q)
+    with pytest.raises(UnsupportedByBackendError, match="jvp"):  # of the gradient, by its cotangent
+        torch.func.jvp(pull, (out,), (out,))
     slopes = torch.tensor(SLOPES)
     with pytest.raises(UnsupportedByBackendError, match="no forward-mode"):
         torch.func.jvp(lambda m: call(q, k, v, method="exact", slopes=m), (slopes,), (slopes,))

@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from plsh import UnsupportedByBackendError
 from plsh.backend import AttentionOutput, Request
 
 from ._func import Attend, is_transformed
 from ._ops import attend as operator
+from ._ops import refuse_tangents
 from ._recipe import encode
 
 DEVICES = ("cpu", "meta")
@@ -26,7 +26,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> AttentionOutput
     given, recipe = encode(request, _labels(request.arrays.labels))
     if torch.compiler.is_compiling():
         return AttentionOutput(*operator(q, k, v, *given, *recipe))
-    _refuse_tangents(q, k, v, request.arrays.slopes)
+    refuse_tangents(q, k, v, request.arrays.slopes)
     run: Any = Attend.apply if is_transformed() else operator
     return AttentionOutput(*run(q, k, v, *given, *recipe))
 
@@ -38,15 +38,3 @@ def _labels(labels: Any) -> Tensor | None:
     if torch.compiler.is_compiling():
         return torch.as_tensor(labels)
     return torch.tensor(labels, dtype=torch.int32, device="cpu")
-
-
-def _refuse_tangents(*inputs: Any) -> None:
-    """Refuse forward-mode derivatives by name."""
-    if forward_ad._current_level < 0:
-        return
-    for x in inputs:
-        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
-            raise UnsupportedByBackendError(
-                "backend 'torch' has no forward-mode derivative (jvp); take "
-                "plsh.attention(…, backend='reference'), or reverse mode"
-            )

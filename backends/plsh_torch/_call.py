@@ -149,9 +149,10 @@ class Call:
         queries = range(q_start, q_start + tokens.q.shape[2])
         keys = range(visited.start + k_start, visited.stop + k_start)
         if isinstance(static.weight, DecayWeight):
-            slopes = [[gentle(m, self.acc) for m in row] for row in self._slopes(batch)]
-            made = torch.tensor(slopes, dtype=self.acc, device="cpu")
-            return WholeDecay(made, self.widths, static.causal, queries, keys)
+            slopes = tuple(tuple(gentle(m, self.acc) for m in x) for x in self._slopes(batch))
+            # Of few queries each call is another step of decoding.
+            kept, own = len(queries) > FEW, (static.causal, queries, keys, self.acc)
+            return WholeDecay(slopes, self.widths, *own, kept)
 
         def make() -> Tensor:
             of_q, of_k = (self.request.labels(x.start, x.stop) for x in (queries, keys))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from plsh import UnsupportedByBackendError
 from plsh.compat import without_autocast
@@ -136,6 +137,7 @@ def differentiate(
     ctx: Any, grad_out: Tensor, grad_lse: Tensor, operator: Any = attend_backward
 ) -> tuple[Any, ...]:
     """Return the gradients by the inputs of `attend`."""
+    refuse_tangents(grad_out, grad_lse)
     q, k, v, out, lse, *given = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[:4])
     found = operator(q, k, v, out, lse, grad_out, grad_lse, wanted, *given, *ctx.recipe)
@@ -144,6 +146,18 @@ def differentiate(
 
 
 attend.register_autograd(differentiate, setup_context=save)
+
+
+def refuse_tangents(*inputs: Any) -> None:
+    """Refuse forward-mode derivatives by name."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    for x in inputs:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+            raise UnsupportedByBackendError(
+                "backend 'torch' has no forward-mode derivative (jvp); take "
+                "plsh.attention(…, backend='reference'), or reverse mode"
+            )
 
 
 def refuse(ctx: Any, *grads: Any) -> Any:

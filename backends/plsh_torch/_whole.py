@@ -5,12 +5,14 @@ A piece is a run of keys here, as indices.
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ._cache import TABLES
 from ._scratch import Scratch
 from ._tiles import PAIRS, Tokens
 from ._weights import LOG2E, Labels, Piece
@@ -19,38 +21,66 @@ from ._weights import LOG2E, Labels, Piece
 class WholeDecay:
     """``exp(-slope * distance)`` within a width, for the queries and keys of whole heads.
 
-    `slopes` is ``(B or 1, H)``.
+    `slopes` is ``(B or 1, H)``. What is made is kept for the next call if `kept`.
     """
 
     normaliser = 0.0
 
     def __init__(
-        self, slopes: Tensor, widths: tuple[int, ...], causal: bool, queries: range, keys: range
+        self,
+        slopes: tuple[tuple[float, ...], ...],
+        widths: tuple[int, ...],
+        causal: bool,
+        queries: range,
+        keys: range,
+        dtype: torch.dtype,
+        kept: bool,
     ) -> None:
-        dtype = slopes.dtype
-        row = torch.arange(queries.start, queries.stop, dtype=torch.int64, device="cpu")
-        key = torch.arange(keys.start, keys.stop, dtype=torch.int64, device="cpu")
-        apart = row[:, None] - key
-        self.distance = apart.abs()
-        limit = torch.tensor(widths, dtype=torch.int64, device="cpu")[:, None, None]
-        seen = self.distance <= limit  # (H, rows, W)
-        self._hidden = ~(seen & (apart >= 0) if causal else seen)
-        self._all = not self._hidden.any()
-        self.distance = self.distance.to(dtype)
-        self._slopes = slopes
+        self._kept = kept
+        self._key: tuple[Any, ...] = (slopes, widths, causal, queries, keys, dtype)
+
+        def find_apart() -> Tensor:
+            row, key = (
+                torch.arange(x.start, x.stop, dtype=torch.int64, device="cpu")
+                for x in (queries, keys)
+            )
+            return row[:, None] - key
+
+        def find_hidden() -> Tensor:
+            apart = find_apart()
+            limit = torch.tensor(widths, dtype=torch.int64, device="cpu")[:, None, None]
+            seen = apart.abs() <= limit  # (H, rows, W)
+            return ~(seen & (apart >= 0) if causal else seen)
+
+        self.distance = self._get(
+            ("distance", queries, keys, dtype), lambda: find_apart().abs_().to(dtype)
+        )
+        own = (widths, causal, queries, keys)
+        self._hidden = self._get(("hidden", *own), find_hidden)
+        self._all = not self._get(("some hidden", *own), lambda: self._hidden.any()).item()
+        self._slopes = torch.tensor(slopes, dtype=dtype, device="cpu")
+
+    def _get(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
+        return TABLES.get(key, make) if self._kept else make()
 
     def of(self, batch: slice, heads: slice) -> "WholeDecay":
         """Return the weight of some batch rows and heads."""
         own = copy.copy(self)
+        own._key = (*self._key, batch.start, batch.stop, heads.start, heads.stop)
         own._hidden = self._hidden[heads]
         own._slopes = self._slopes[batch if self._slopes.shape[0] > 1 else slice(None), heads]
         return own
 
     def start(self, p: Tensor, at: slice, bounded: bool) -> float:
         """Fill ``(B, H, rows, W)``; return what the product must scale it by."""
-        p.copy_(self.distance[:, at]).mul_(self._slopes[..., None, None] * -LOG2E)
-        if bounded and not self._all:
-            p.masked_fill_(self._hidden[..., at], -math.inf)
+
+        def make() -> Tensor:
+            bias = self.distance[:, at] * (self._slopes[..., None, None] * -LOG2E)
+            if bounded and not self._all:
+                bias.masked_fill_(self._hidden[..., at], -math.inf)
+            return bias
+
+        p.copy_(self._get(("bias", *self._key, at.start, at.stop, bounded), make))
         return 1.0
 
     def start_exactly(self, p: Tensor, at: slice) -> float:
