@@ -592,11 +592,15 @@ def test_a_huge_slope_is_self_attention(dtype, slope):
 @pytest.mark.parametrize("method", ["exact", "lsh"])
 def test_a_gap_between_queries_and_keys_is_not_visited(method):
     """Shards of keys far from the queries, on either side: slope 0 sees them as if near."""
-    q, k, v = inputs(300, dtype="float32")
-    call = {"method": method, "slopes": [0.0] * 4}
-    want = everything(q, k, v, method, **call)
-    for at in ({"q_offset": FAR}, {"k_offset": FAR, "q_offset": 0}, {"q_offset": 7}):
-        assert_all_same(everything(q, k, v, method, **call, **at)[:5], want[:5])
+    for ids in (None, np.zeros((2, 300), dtype=np.int64)):
+        q, k, v = inputs(300, dtype="float32")
+        call = {"method": method, "slopes": [0.0] * 4, "segment_ids": ids}
+        want = everything(q, k, v, method, **call)
+        for at in ({"q_offset": FAR}, {"k_offset": FAR, "q_offset": 0}, {"q_offset": 7}):
+            assert_all_same(everything(q, k, v, method, **call, **at)[:5], want[:5])
+        with Settings(**TILED):
+            dead = everything(q, k, v, method, **call, k_offset=FAR, q_offset=0, causal=True)
+        assert not any(x.any() for x in (dead[0], *dead[2:5]))
     dead = ours(q, k, v, **call, k_offset=FAR, q_offset=0, causal=True)
     assert not dead.out.any()
 

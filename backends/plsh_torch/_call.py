@@ -23,7 +23,7 @@ from ._bounds import Bounds
 from ._cache import TABLES
 from ._scratch import Scratch
 from ._threads import run
-from ._tiles import Tiles, Tokens, chunks, first_positions, tile_rows
+from ._tiles import Shared, Tiles, Tokens, chunks, first_positions, tile_rows
 from ._weights import LOG2E, Blocks, Decay, Steps, gentle
 from ._whole import Whole, WholeDecay, WholeSteps, count_pairs
 
@@ -183,7 +183,6 @@ class Call:
                 first, blocks = tiles(begin, size)
                 weight = schedule = None
                 for row in batch:
-                    views: dict[str, Tensor] = {}
                     if weight is None or schedule is None or self._slopes_per_row:
                         weight = self._weight(head, row, first, size, blocks)
                         schedule = Schedule.of(first, size, size, weight.reach(first, size, keys))
@@ -191,9 +190,10 @@ class Call:
                     widest = schedule.widest
                     span = size * (1 + max(widest.left, widest.right))
                     mode = self._mode(slice(row, row + 1), slice(head, head + 1), span)
+                    shared = Shared(schedule, begin, int(first[0]) - keys.start, len(keys))
                     for chunk in chunks(schedule):
                         at = begin + chunk.tile * size
-                        yield Tiles(tokens, (row, head), weight, chunk, at, views, scratch), mode
+                        yield Tiles(tokens, (row, head), weight, chunk, at, shared, scratch), mode
 
             pairs = min(SEGMENT, count - begin) * (min(self.widths[head], len(keys)) + size)
             own = slice(batch.start, batch.stop), slice(head // self.group, head // self.group + 1)

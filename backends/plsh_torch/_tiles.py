@@ -35,6 +35,22 @@ class Tokens(NamedTuple):
     group: int  # query heads of a key head
 
 
+class Shared:
+    """What the chunks of one head, batch row and segment of queries share.
+
+    `spans` are the indices of queries and keys among which all their rows are.
+    """
+
+    def __init__(self, schedule: Schedule, begin: int, first: int, count: int) -> None:
+        length, widest = schedule.first.size * schedule.rows, schedule.widest
+        # No piece begins further off the keys that exist.
+        low = max(first - widest.left * schedule.rows, -length)
+        high = min(first + length + widest.right * schedule.rows, count + length)
+        self.spans = (range(begin, begin + length), range(low, max(low, high)))
+        self.views: dict[str, Tensor] = {}
+        self.copies: dict[str, Tensor] = {}
+
+
 class Tiles:
     """A chunk of tiles of one head and batch row: ``N`` products of ``(rows, D)`` by ``(W, D)``.
 
@@ -48,11 +64,11 @@ class Tiles:
         weight: Decay | Steps,
         chunk: Chunk,
         begin: int,
-        views: dict[str, Tensor],
+        shared: Shared,
         scratch: Scratch,
     ) -> None:
         self.acc, self.scratch, self.weight = tokens.acc, scratch, weight
-        self._tokens, self._chunk, self._views = tokens, chunk, views
+        self._tokens, self._chunk, self._shared = tokens, chunk, shared
         self._batch, self._head = head
         self._rows = range(begin, begin + chunk.tiles * chunk.rows)
         self._first = tokens.q_start + begin - tokens.k_start  # as an index of keys
@@ -62,38 +78,47 @@ class Tiles:
 
     def queries(self, name: str, x: Tensor) -> Tensor:
         """Return the rows of ``(B, H, Nq, D)``, zero where there is none: ``(N, R, D)``."""
-        ids = None if self._tokens.ids is None else self._tokens.ids[0]
         own = self._own(name, x, self._head)
-        return self._tiled(*self._take(name, own, self._rows, ids), self._chunk.rows)
+        return self._tiled(*self._take(name, own, self._rows, 0), self._chunk.rows)
 
     def keys(self, name: str, x: Tensor, piece: Piece) -> Tensor:
         """Return a piece's windows of ``(B, Hkv, Nk, D)``, which overlap: ``(N, W, D)``."""
-        ids = None if self._tokens.ids is None else self._tokens.ids[1]
         own = self._own(name, x, self._head // self._tokens.group)
-        taken = self._take(name, own, self._visited(piece), ids)
+        taken = self._take(name, own, self._visited(piece), 1)
         return self._tiled(*taken, piece.blocks * self._chunk.rows)
 
     def _own(self, name: str, x: Tensor, head: int) -> Tensor:
-        """View a head ``(n, D)``; `views` keeps that for the chunks of one head."""
-        own = self._views.get(name)
+        """View a head ``(n, D)``."""
+        own = self._shared.views.get(name)
         if own is None:
-            own = self._views[name] = x[self._batch, head]
+            own = self._shared.views[name] = x[self._batch, head]
         return own
 
-    def _take(self, name: str, x: Tensor, at: range, ids: Tensor | None) -> tuple[Tensor, int]:
+    def _take(self, name: str, x: Tensor, at: range, side: int) -> tuple[Tensor, int]:
         """Return what holds rows of ``(n, D)``, a copy unless itself, and where they begin."""
-        begin, (key, dim) = int(x.storage_offset()), x.stride()
-        fit = x.dtype == self.acc and dim == 1 and key >= x.shape[1]
-        if fit and ids is None and at.start >= 0 and at.stop <= x.shape[0]:
-            return x, begin + at.start * key
+        key, dim = x.stride()
+        fit = x.dtype == self.acc and dim == 1 and key >= x.shape[1] and self._tokens.ids is None
+        if fit and at.start >= 0 and at.stop <= x.shape[0]:
+            return x, int(x.storage_offset()) + at.start * key
+        span, copies = self._shared.spans[side], self._shared.copies
+        if fit or at.start < span.start or at.stop > span.stop:  # at the edge, or without a key
+            copies.pop(name, None)
+            return self._copy(name, x, at, side), 0
+        if name not in copies:  # once, as windows overlap
+            copies[name] = self._copy(name, x, span, side)
+        return copies[name], (at.start - span.start) * x.shape[1]
+
+    def _copy(self, name: str, x: Tensor, at: range, side: int) -> Tensor:
+        """Copy rows, zero where there is none."""
         out = self.scratch.get(name, (len(at), x.shape[1]), self.acc)
         here, there = overlap(at, x.shape[0])
         out[: here.start] = 0
         out[here.stop :] = 0
         out[here] = x[there]
-        if ids is not None:  # what stands in padding must not spread
+        if self._tokens.ids is not None:  # what stands in padding must not spread
+            ids = self._tokens.ids[side]
             out[here].masked_fill_((ids[self._batch, there] < 0)[:, None], 0)
-        return out, 0
+        return out
 
     def _visited(self, piece: Piece) -> range:
         """Return the indices of the keys in all windows of a piece; some may not exist."""
