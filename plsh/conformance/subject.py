@@ -1,5 +1,6 @@
 """The backend under test, as the suite drives it: arrays by its harness, every call by its name."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,7 +84,7 @@ class Subject:
         """Return None if something that a test needs is declared, else what is not.
 
         A need is "gradients", "vjp", "autograd", or "dtype:…", "method:…", "transform:…",
-        "kind:…" and a name.
+        "kind:…" and a name, or "head dim:…" and a number.
         """
         what, _, name = need.partition(":")
         if what == "gradients":
@@ -92,6 +93,8 @@ class Subject:
             found = self.capabilities.gradients == what and self.differentiates
         elif what == "kind":
             found = self.kind == name
+        elif what == "head dim":
+            found = int(name) <= (self.capabilities.max_head_dim or math.inf)
         elif what == "dtype":
             found = name in self.capabilities.dtypes and name in self._dtypes
         elif what == "transform":
