@@ -1,12 +1,14 @@
 """The emulator finds what it promises, each barrier is needed, and tests reach every line."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import cuda_emulator
 import numpy as np
 import pytest
 from cuda_emulator import HERE, KERNELS, EmulatedBackend, Emulator, EmulatorFault
@@ -74,15 +76,14 @@ class _Probe:
         return Instance("forward", "float32", False, 64, 64).macros(size)
 
 
-def run_probe(folder, body, blocks):
+def run_probe(folder, body, blocks, core_flags=BACKEND.emulator.core_flags):
     """Compile and run a kernel with a body of one's own; return what it wrote."""
     for path in KERNELS.iterdir():
         shutil.copy(path, folder)
     (folder / "probe.cu").write_text(PROBE.replace("BODY", body))
     emulator = Emulator(folder, folder)
-    if not (folder / "emulator.o").exists():
-        shutil.copy(BACKEND.emulator.compile_core(), folder)
-    emulator.launched = []
+    emulator.core_flags = core_flags
+    shutil.copy(BACKEND.emulator.compile_core(), folder)
     device = EmulatedBackend(emulator=emulator).device()
     params = np.zeros((), PARAMS)
     out = device.empty((256,), "float32")
@@ -101,6 +102,45 @@ def test_a_planted_fault_is_found(name, tmp_path):
         return
     with pytest.raises(EmulatorFault, match=message):
         run_probe(tmp_path, body, 2)
+
+
+def test_threads_take_turns_on_any_processor(tmp_path):
+    """Without the switch of stacks written for x86-64."""
+    flags = ("-O2", "-DPLSH_PORTABLE")
+    np.testing.assert_array_equal(run_probe(tmp_path, SOUND, 1, flags), np.arange(256)[::-1])
+
+
+def test_compiled_kernels_stay_for_the_next_process(tmp_path, monkeypatch):
+    """Under a name that changes with the source."""
+    instance = Instance("backward_slopes", "float32", False, 64, 64)
+    first = Emulator(build=tmp_path).compile(instance)
+    run, again = subprocess.run, []
+    monkeypatch.setattr(subprocess, "run", lambda *x, **kw: again.append(x) or run(*x, **kw))
+    assert Emulator(build=tmp_path).compile(instance) == first
+    assert not again
+    kernels = shutil.copytree(KERNELS, tmp_path / "kernels")
+    with (kernels / "params.cuh").open("a") as file:
+        file.write("// changed\n")
+    assert Emulator(kernels, tmp_path).compile(instance) != first
+
+
+def test_a_checkout_that_cannot_be_written_has_a_temporary_folder(tmp_path, monkeypatch):
+    blocked = tmp_path / "tests" / "cuda_emulator"
+    (tmp_path / ".pytest_cache").write_text("")
+    monkeypatch.setattr(cuda_emulator, "HERE", blocked)
+    folder = cuda_emulator.shared_folder()
+    assert folder.is_dir()
+    assert tmp_path not in folder.parents
+
+
+def test_old_kernels_make_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda_emulator, "HERE", tmp_path / "tests" / "cuda_emulator")
+    monkeypatch.setattr(cuda_emulator, "ENTRIES", 3)
+    for age in range(6):
+        path = cuda_emulator.shared_folder() / str(age)
+        path.write_text("")
+        os.utime(path, (1000 - age, 1000 - age))
+    assert {path.name for path in cuda_emulator.shared_folder().iterdir()} == {"0", "1", "2"}
 
 
 def test_a_compiler_that_is_missing_is_named(monkeypatch, tmp_path):

@@ -4,6 +4,7 @@
 check every access; `EmulatedBackend` is a backend of NumPy arrays on top. Test-only.
 """
 
+import atexit
 import ctypes
 import dataclasses
 import functools
@@ -35,6 +36,7 @@ KERNELS = Path(_plan.__file__).parent / "kernels"
 FLAGS = (
     "-std=c++17",
     "-fPIC",
+    "-fvisibility=hidden",
     "-fno-exceptions",
     "-Wall",
     "-Wextra",
@@ -44,6 +46,26 @@ FLAGS = (
 )
 LIMITS = _plan.Limits(227 * 1024, 2**31 - 1)
 """Those of compute capability 9.0."""
+
+
+ENTRIES = 400
+"""Compiled kernels that are kept from run to run."""
+
+
+def shared_folder():
+    """Return a folder for compiled kernels in pytest's cache, or a temporary one."""
+    folder = HERE.parents[1] / ".pytest_cache" / "emulator"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError
+        by_age = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in by_age[ENTRIES:]:
+            path.unlink(missing_ok=True)
+    except OSError:
+        folder = Path(tempfile.mkdtemp())
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 class EmulatorFault(AssertionError):
@@ -70,23 +92,25 @@ class _Launch(ctypes.Structure):
 
 
 class Emulator:
-    """Kernels of one source folder, compiled on first use into a folder of its own.
+    """Kernels of one source folder, compiled on first use.
 
     Parameters
     ----------
     kernels : Path
         The ``.cu`` and ``.cuh`` files.
     build : Path, optional
-        Where compiled kernels go; None is a new temporary folder.
+        Where compiled kernels go, under names that tell what they were made of; None is a folder
+        that all processes share from run to run.
     flags : tuple of str
         More flags of g++, such as those of gcov.
     """
 
-    def __init__(self, kernels=KERNELS, build=None, flags=("-O1",)):
+    def __init__(self, kernels=KERNELS, build=None, flags=("-O3",)):
         self.kernels = Path(kernels)
         self.flags = flags
-        self._temporary = tempfile.TemporaryDirectory() if build is None else None
-        self.build = Path(self._temporary.name if build is None else build)
+        self.core_flags = ("-O2",)
+        """Flags for the emulator itself, which switches threads."""
+        self.build = shared_folder() if build is None else Path(build)
         self._lock = threading.Lock()
         self._libraries = {}
         self._orders = itertools.count(1)
@@ -95,43 +119,51 @@ class Emulator:
         self.launched = []
         """The launches so far."""
 
-    def _compile(self, target, *arguments):
+    @functools.cached_property
+    def _compiler(self):
         compiler = shutil.which("g++")
         if compiler is None:
             raise RuntimeError("the emulator of CUDA kernels needs g++ on PATH; install it")
+        return compiler
+
+    def _compile(self, stem, suffix, sources, *arguments):
+        """Compile what is not there yet; return its path, named after all that it is made of."""
+        made_of = hashlib.sha256(repr((FLAGS, arguments)).encode())
+        made_of.update(repr((self._compiler, os.stat(self._compiler).st_mtime_ns)).encode())
+        for path in sources:
+            made_of.update(path.read_bytes())
+        target = self.build / f"{stem}-{made_of.hexdigest()[:16]}{suffix}"
+        if target.exists():
+            return target
         own = target.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-        command = [compiler, *FLAGS, *arguments, "-o", str(own)]
+        command = [self._compiler, *FLAGS, *arguments, "-o", str(own)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=self.build)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
-        own.replace(target)
+        return own.replace(target)
 
     def compile_core(self):
         """Compile the emulator itself, if it is not; return the object file's path."""
-        core = self.build / "emulator.o"
-        if not core.exists():
-            self._compile(core, "-O2", "-c", str(HERE / "emulator.cpp"))
-        return core
+        source = HERE / "emulator.cpp"
+        sources = (source, HERE / "emulator.h")
+        return self._compile("emulator", ".o", sources, *self.core_flags, "-c", str(source))
 
     def compile(self, instance):
         """Compile an instance, if it is not; return the shared library's path."""
-        core = self.compile_core()
-        macros = [f"-D{k}={v}" for k, v in instance.macros(PARAMS.itemsize).items()]
-        name = hashlib.sha256(repr(macros).encode()).hexdigest()[:12]
-        target = self.build / f"{instance.kernel}-{name}.so"
-        if not target.exists():
-            self._compile(
-                target,
-                *self.flags,
-                *macros,
-                f"-DPLSH_FILE=<{instance.kernel}.cu>",
-                f"-DPLSH_KERNEL={instance.symbol}",
-                f"-I{HERE}",
-                f"-I{self.kernels}",
-                "-shared",
-                *("-x", "c++", str(HERE / "entry.cpp"), "-x", "none", str(core)),
-            )
-        return target
+        folders = (HERE, self.kernels)
+        sources = (path for folder in folders for path in sorted(folder.glob("*.[ch]*")))
+        return self._compile(
+            instance.kernel,
+            ".so",
+            sources,
+            *self.flags,
+            *(f"-D{k}={v}" for k, v in instance.macros(PARAMS.itemsize).items()),
+            f"-DPLSH_FILE=<{instance.kernel}.cu>",
+            f"-DPLSH_KERNEL={instance.symbol}",
+            *(f"-I{folder}" for folder in folders),
+            "-shared",
+            *("-x", "c++", str(HERE / "entry.cpp"), "-x", "none", str(self.compile_core())),
+        )
 
     def library(self, instance):
         """Return a compiled and loaded instance."""

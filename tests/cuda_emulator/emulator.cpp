@@ -1,5 +1,6 @@
 #include "emulator.h"
 
+#include <algorithm>
 #include <csetjmp>
 #include <cstdarg>
 #include <cstdio>
@@ -8,21 +9,78 @@
 #include <ucontext.h>
 #include <vector>
 
+// --- switching stacks ---------------------------------------------------------------------------
+
+#if defined(__x86_64__) && !defined(PLSH_PORTABLE)
+
+typedef void* Context;  // the top of a stack that holds the registers of its owner
+
+extern "C" void plsh_switch(Context* from, Context to);
+asm(R"(
+    .text
+    .hidden plsh_switch
+    .globl plsh_switch
+    .type plsh_switch, @function
+plsh_switch:
+    endbr64
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+    .size plsh_switch, . - plsh_switch
+)");
+
+static void switch_to(Context& from, Context& to) { plsh_switch(&from, to); }
+
+static void make_context(Context& context, char* stack, size_t size, void (*begin)()) {
+    void** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(stack + size) / 16 * 16);
+    *--top = nullptr;  // where `begin` would return to
+    *--top = reinterpret_cast<void*>(begin);
+    context = top - 6;  // six registers, of any value
+}
+
+#else
+
+typedef ucontext_t Context;
+
+static void switch_to(Context& from, Context& to) { swapcontext(&from, &to); }
+
+static void make_context(Context& context, char* stack, size_t size, void (*begin)()) {
+    getcontext(&context);
+    context.uc_stack.ss_sp = stack;
+    context.uc_stack.ss_size = size;
+    context.uc_link = nullptr;
+    makecontext(&context, begin, 0);
+}
+
+#endif
+
 namespace emulator {
 
 Index thread_index, block_index;
+Now now;
 
 namespace {
 
 constexpr int STACK = 1 << 18;
+constexpr unsigned EPOCHS = (1u << (32 - TAG)) - 1;
 
 enum State { RUNNABLE, AT_BARRIER, AT_SHUFFLE, DONE };
 
 struct Fibre {
     std::unique_ptr<char[]> stack{new char[STACK]};
-    ucontext_t start;
-    jmp_buf at;
-    bool started;
+    Context at;
     State state;
     const char* file;  // of the barrier or shuffle that it waits at
     int line;
@@ -31,23 +89,17 @@ struct Fibre {
     alignas(8) char slot[2][8];
 };
 
-// Who last touched four bytes of shared memory, in which epoch (number of barriers passed).
-struct Shadow {
-    int written, writer, read, reader;  // epochs start at 1; reader -1 is several threads
-    bool initialised;
-};
-
 std::vector<Fibre> fibres;
 std::vector<char> memory;
-std::vector<Shadow> shadows;
+std::vector<unsigned> shared_writers, shared_readers;
 std::vector<Range> arrays;
 std::vector<std::vector<int>> writers, readers;  // of each byte of a writable array: block + 1
-size_t last_array;
 const Launch* how;
 void (*entry)(const void*);
 const void* argument;
-int current, epoch, votes;
-jmp_buf scheduler;
+int current, votes;
+unsigned epoch;
+Context scheduler;
 char* text;
 int text_size;
 uint64_t random_state;
@@ -76,25 +128,20 @@ void wait(State state, const char* file, int line) {
     own.state = state;
     own.file = file;
     own.line = line;
-    const Index thread = thread_index;
-    if (_setjmp(own.at) == 0) _longjmp(scheduler, 1);
-    thread_index = thread;
+    switch_to(own.at, scheduler);
 }
 
 void begin_fibre() {
     entry(argument);
     fibres[current].state = DONE;
-    _longjmp(scheduler, 1);
+    switch_to(fibres[current].at, scheduler);
 }
 
 void run(int i) {
     current = i;
-    if (_setjmp(scheduler) != 0) return;
-    Fibre& fibre = fibres[i];
-    if (fibre.started) _longjmp(fibre.at, 1);
-    fibre.started = true;
-    thread_index = {static_cast<unsigned>(i), 0, 0};
-    setcontext(&fibre.start);
+    thread_index.x = i;
+    now.own = epoch << TAG | (i + 1);
+    switch_to(scheduler, fibres[i].at);
 }
 
 // Let the warps go on whose threads have all come to one shuffle.
@@ -118,6 +165,11 @@ bool release_warps() {
     return any;
 }
 
+void begin_epoch(unsigned number) {
+    epoch = number;
+    now.several = epoch << TAG | SEVERAL;
+}
+
 bool release_barrier() {
     int waiting = -1;
     for (unsigned i = 0; i < how->block; ++i)
@@ -138,27 +190,25 @@ bool release_barrier() {
         votes += fibres[i].vote;
         fibres[i].state = RUNNABLE;
     }
-    epoch += 1;
+    if (epoch == EPOCHS) fault("%u barriers passed: does it end?", epoch);
+    begin_epoch(epoch + 1);
     return true;
 }
 
 void run_block() {
     const int count = static_cast<int>(how->block);
     std::memset(memory.data(), 0xff, memory.size());
-    std::memset(static_cast<void*>(shadows.data()), 0, shadows.size() * sizeof(Shadow));
-    epoch = 1;
+    std::fill(shared_writers.begin(), shared_writers.end(), 0);
+    std::fill(shared_readers.begin(), shared_readers.end(), 0);
+    begin_epoch(1);
     std::vector<int> turn(count);
     for (int i = 0; i < count; ++i) {
         Fibre& fibre = fibres[i];
         turn[i] = i;
-        fibre.started = false;
         fibre.state = RUNNABLE;
         fibre.shuffles = 0;
-        getcontext(&fibre.start);
-        fibre.start.uc_stack.ss_sp = fibre.stack.get();
-        fibre.start.uc_stack.ss_size = STACK;
-        fibre.start.uc_link = nullptr;
-        makecontext(&fibre.start, begin_fibre, 0);
+        // Stacks begin at different places of their pages, which would share cache lines else.
+        make_context(fibre.at, fibre.stack.get(), STACK - i % 16 * 256, begin_fibre);
     }
     do {
         if (how->order != 0)
@@ -206,20 +256,19 @@ const void* exchange(const void* mine, int bytes, int source, const char* file, 
     return fibres[current / WARP * WARP + source].slot[slot];
 }
 
-void check_global(uint64_t address, int bytes, bool writing) {
+void examine_global(uint64_t address, int bytes, bool writing) {
     if (address % bytes != 0)
         fault("misaligned %s of %d bytes at %#llx", writing ? "write" : "read", bytes,
               static_cast<unsigned long long>(address));
-    size_t i = last_array;
-    if (i >= arrays.size() || address < arrays[i].begin || address + bytes > arrays[i].end)
-        for (i = 0; i < arrays.size(); ++i)
-            if (address >= arrays[i].begin && address + bytes <= arrays[i].end) break;
+    size_t i = 0;
+    while (i < arrays.size() && (address < arrays[i].begin || address + bytes > arrays[i].end)) ++i;
     if (i == arrays.size())
         fault("%s of %d bytes at %#llx, outside of every array", writing ? "write" : "read", bytes,
               static_cast<unsigned long long>(address));
-    last_array = i;
     if (!arrays[i].writable) {
         if (writing) fault("write to array %d, which is read-only", static_cast<int>(i));
+        now.begin = arrays[i].begin;
+        now.end = arrays[i].end;
         return;
     }
     const int own = static_cast<int>(block_index.x) + 1;
@@ -236,34 +285,30 @@ void check_global(uint64_t address, int bytes, bool writing) {
         reader = reader == 0 || reader == own ? own : -1;
 }
 
-char* check_shared(int at, int begin, int end, int bytes, bool writing) {
+void examine_shared(int at, int begin, int end, int bytes, bool writing) {
     if (at < begin || at + bytes > end)
         fault("%s of shared memory at byte %d, outside of its piece [%d, %d)",
               writing ? "write" : "read", at, begin, end);
     if (at % (bytes < 16 ? bytes : 16) != 0)
         fault("misaligned %s of %d bytes of shared memory at byte %d", writing ? "write" : "read",
               bytes, at);
-    const int own = current;
+    const auto by_others = [](unsigned tag) { return tag >> TAG == epoch && tag != now.own; };
     for (int word = at / 4; word < (at + bytes + 3) / 4; ++word) {
-        Shadow& shadow = shadows[word];
-        if (shadow.written == epoch && shadow.writer != own)
-            fault("race: %s of shared memory at byte %d, which thread %d wrote since the last "
-                  "barrier", writing ? "write" : "read", at, shadow.writer);
+        unsigned &writer = shared_writers[word], &reader = shared_readers[word];
+        if (by_others(writer))
+            fault("race: %s of shared memory at byte %d, which thread %u wrote since the last "
+                  "barrier", writing ? "write" : "read", at, (writer & SEVERAL) - 1);
         if (writing) {
-            if (shadow.read == epoch && shadow.reader != own)
+            if (by_others(reader))
                 fault("race: write of shared memory at byte %d, which another thread read since "
                       "the last barrier", at);
-            shadow.written = epoch;
-            shadow.writer = own;
-            shadow.initialised = true;
+            writer = now.own;
         } else {
-            if (!shadow.initialised)
+            if (writer == 0)
                 fault("read of shared memory at byte %d, which was never written", at);
-            shadow.reader = shadow.read == epoch && shadow.reader != own ? -1 : own;
-            shadow.read = epoch;
+            reader = by_others(reader) ? now.several : now.own;
         }
     }
-    return memory.data() + at;
 }
 
 int shared_bytes() { return how->shared_bytes; }
@@ -285,7 +330,10 @@ int launch(void (*kernel)(const void*), const void* params, const Launch& launch
             readers[i].assign(arrays[i].end - arrays[i].begin, 0);
         }
     memory.resize(launch.shared_bytes + 16);
-    shadows.resize(launch.shared_bytes / 4 + 8);
+    shared_writers.resize(launch.shared_bytes / 4 + 8);
+    shared_readers.resize(launch.shared_bytes / 4 + 8);
+    now = {memory.data(), shared_writers.data(), shared_readers.data(), 0, 0, 0, 0};
+    thread_index = {0, 0, 0};
     if (fibres.size() < launch.block) fibres = std::vector<Fibre>(launch.block);
     if (_setjmp(failed) != 0) return 1;
     for (unsigned i = 0; i < launch.grid; ++i) {

@@ -41,9 +41,43 @@ bool barrier_or(bool value, const char* file, int line);
 // Exchange `bytes` of each lane; returns what lane `source` of the warp gave.
 const void* exchange(const void* mine, int bytes, int source, const char* file, int line);
 
-void check_global(uint64_t address, int bytes, bool writing);
+// What the fibre that runs is checked against. A tag says which thread touched four bytes of shared
+// memory, and in which epoch (number of barriers passed): epoch << TAG | thread + 1, or SEVERAL.
+struct Now {
+    char* shared;
+    unsigned *writers, *readers;  // tags of each four bytes; 0 is never
+    unsigned own, several;        // tags of this thread, and of several, in this epoch
+    uint64_t begin, end;          // of the read-only array that was read last
+};
+
+constexpr unsigned TAG = 11, SEVERAL = (1u << TAG) - 1;
+
+extern Now now;
+
+void examine_global(uint64_t address, int bytes, bool writing);
+void examine_shared(int at, int begin, int end, int bytes, bool writing);
+
+// Both checks are quick where a check since the last barrier found nothing, and a further access
+// of the kind can change nothing.
+inline void check_global(uint64_t address, int bytes, bool writing) {
+    if (writing || address % bytes != 0 || address < now.begin || address + bytes > now.end)
+        examine_global(address, bytes, writing);
+}
+
 // The bytes of shared memory at `at`, inside [begin, end), for one access.
-char* check_shared(int at, int begin, int end, int bytes, bool writing);
+inline char* check_shared(int at, int begin, int end, int bytes, bool writing) {
+    const unsigned* tags = (writing ? now.writers : now.readers) + at / 4;
+    unsigned by_others = at < begin || at + bytes > end || at % (bytes < 16 ? bytes : 16) != 0;
+    unsigned by_one = by_others | writing;
+    if (by_others == 0)
+        for (int word = 0; word < bytes / 4; ++word) {
+            by_others |= tags[word] ^ now.own;
+            by_one |= tags[word] ^ now.several;
+        }
+    if (by_others != 0 && by_one != 0) examine_shared(at, begin, end, bytes, writing);
+    return now.shared + at;
+}
+
 int shared_bytes();
 
 // Run a kernel. Returns 0, or 1 with the fault's text in `report`.
