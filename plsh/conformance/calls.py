@@ -98,7 +98,8 @@ class Call:
     @property
     def needs(self) -> tuple[str, ...]:
         """What a backend must declare to serve it."""
-        return f"method:{method_name(self.method)}", f"dtype:{self.dtype}"
+        method = f"method:{method_name(self.method)}"
+        return method, f"dtype:{self.dtype}", f"head dim:{max(self.dims)}"
 
     @property
     def may_be_refused(self) -> bool:
