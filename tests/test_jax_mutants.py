@@ -43,16 +43,24 @@ EXACT = {"call": Forward("exact", lengths=(33, 33), dtype="float32", causal=True
 HEADS = {"call": Forward("exact", lengths=(9, 9), dtype="float32", heads=(2, 2), batch=1)}
 WINDOW = {"call": Forward("window", lengths=(64, 64), dtype="float32", **ONE)}
 LSH = {"call": Forward("lsh", lengths=(64, 64), dtype="float32", **ONE)}
+LSH_CROSS = {"call": Forward("lsh", lengths=(40, 64), dtype="float32", **ONE)}
 CROSS = {"call": Forward("exact", lengths=(7, 33), dtype="float32", segments="pair", **ONE)}
 
 MUTANTS = [
     Mutant("width off by one", "_weights", "distance <= self.width", "distance < self.width",
            ORACLE, WINDOW),
     Mutant("next token seen", "_weights", "apart >= 0", "apart >= -1", ORACLE, EXACT),
-    Mutant("block's first key left out", "_weights", "y[:, None, :] >= self.begin",
-           "y[:, None, :] > self.begin", ORACLE, LSH),
-    Mutant("one key past a block seen", "_weights", "y[:, None, :] < self.end",
-           "y[:, None, :] <= self.end", ORACLE, LSH),
+    Mutant("block's first key left out", "_weights", "y >= self.begin",
+           "y > self.begin", ORACLE, LSH),
+    Mutant("one key past a block seen", "_weights", "y < self.end",
+           "y <= self.end", ORACLE, LSH),
+    Mutant("keys of the tile counted twice", "_weights", "y < x[:, None, :1]",
+           "y <= x[:, None, :1]", ORACLE, LSH_CROSS),
+    Mutant("keys after the tile left out", "_weights",
+           "side == RIGHT or (side == ANYWHERE and not causal)", "side == RIGHT",
+           ORACLE, LSH_CROSS),
+    Mutant("next token seen where tiles are not banded", "_weights",
+           "side in (DIAGONAL, ANYWHERE)", "side == DIAGONAL", ORACLE, EXACT),
     Mutant("left pivot off by one", "_weights", "labels[..., 0, :] - origin",
            "labels[..., 1, :] - origin", ORACLE, LSH),
     Mutant("right pivot off by one", "_weights", "self.code[:, -1:, :]", "self.code[:, -2:-1, :]",
@@ -69,6 +77,9 @@ MUTANTS = [
            "test_rows_that_see_no_key_are_zero_and_have_no_gradient", {"method": "exact"}),
     Mutant("no first pass", "_band", "shift = jnp.where(large, shift, 0)", "shift = 0 * shift",
            HIDDEN, {"method": "exact"}),
+    Mutant("shift from hidden keys", "_band", "jnp.where(pairs.seen, s, low).max(axis=-1)",
+           "s.max(axis=-1)", "test_a_hidden_key_far_above_large_visible_ones_empties_no_row",
+           {"method": "exact"}),
     Mutant("shift left out of the lse", "_band", "jnp.log(safe) + shift", "jnp.log(safe)",
            HIDDEN, {"method": "exact"}),
     Mutant("normaliser forgotten", "_call", "lse - math.log(program.samples)", "lse", ORACLE, LSH),
@@ -83,7 +94,7 @@ MUTANTS = [
            "sums(jax.tree.map(lax.stop_gradient, own._replace(shift=shift)), keys",
            "test_forward_derivatives_are_differences", {"method": "exact"}, transforms),
 ]  # fmt: skip
-QUICK = ("width", "next", "one key past", "segments", "no first pass")
+QUICK = ("width", "next", "one key past", "segments", "no first pass", "shift from hidden")
 """Those that always run, one for each piece of the kernel."""
 
 

@@ -1,6 +1,9 @@
 """Measure the JAX backend against jax.nn.dot_product_attention: ratios, errors, memory, growth.
 
-    python tools/bench_jax.py [--length 8192] [--long 65536] [--repeat 5]
+    python tools/bench_jax.py [SECTION...] [--length 8192] [--long 65536] [--repeat 5]
+
+Sections: `lsh` and `window` (time and error beside the peers'), `long` (time, compilation and
+memory at --long), `small` (n=128 outside of jit), `programs` (compiled for many lengths).
 
 Causal, B=1, H=8, D=64, float32, standard slopes, all jitted. Each figure is the median of warm
 runs, peer and backend in turn. Error is the relative Frobenius error of the output, on sampled
@@ -46,12 +49,12 @@ def exact_rows(q, k, v, rows, slopes):
 
 def peer(n, slopes, window=None):
     """Return jax.nn's attention of (B, H, N, D) arrays."""
-    bias = None
-    if window is None:
-        apart = jnp.abs(jnp.arange(n)[:, None] - jnp.arange(n)).astype(jnp.float32)
-        bias = -(jnp.asarray(slopes, jnp.float32)[:, None, None] * apart)[None]
 
     def attend(q, k, v):
+        bias = None
+        if window is None:  # made inside: as a constant of the program it takes minutes to compile
+            apart = jnp.abs(jnp.arange(n)[:, None] - jnp.arange(n)).astype(jnp.float32)
+            bias = -(jnp.asarray(slopes, jnp.float32)[:, None, None] * apart)[None]
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
         out = jax.nn.dot_product_attention(
             q, k, v, bias=bias, is_causal=True,
@@ -96,7 +99,7 @@ def visited(call):
         steps = 0
         for at in np.ndindex(len(own.heads), len(own.heads[0])):
             head = jax.tree.map(lambda x, at=at: jnp.asarray(x)[at], weight)
-            blocks = visits(tiling, head, given.ahead, given.lengths[1])
+            blocks = visits(tiling, program.causal, head, given.ahead, given.lengths[1])
             steps += sum(int(x.sum()) for x in blocks)
             shapes.append((tiling.segments * tiling.chunks, tiling.tiles, tiling.rows, tiling.rows))
         shapes.append((steps, tiling.tiles, tiling.rows, tiling.columns))
@@ -134,64 +137,101 @@ def pairs(method, n, slopes):
     return int(sum(np.minimum(np.arange(n), w).sum() + n for w in widths))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--length", type=int, default=8192)
-    parser.add_argument("--long", type=int, default=65536)
-    parser.add_argument("--repeat", type=int, default=5)
-    args = parser.parse_args()
-    slopes, n = plsh.alibi_slopes(H), args.length
-    arrays = inputs(n)
-    print(f"{platform.machine()}, jax {jax.__version__}, {jax.devices()}, NumPy {np.__version__}")
-    print(f"causal, B=1, H={H}, D={D}, float32, standard slopes, n={n}")
+METHODS = {"lsh": plsh.PositionalLSH(), "window": plsh.Window()}
+
+
+def ours(method):
+    return lambda q, k, v: plsh.attention(q, k, v, method=method, causal=True, backend="jax")
+
+
+def beside_peers(method, n, repeat):
+    """Print times of forward and gradient, peers in turn, and the error."""
+    slopes, arrays = plsh.alibi_slopes(H), inputs(n)
     rows = np.linspace(0, n - 1, 24).astype(int)
     alibi = exact_rows(*arrays, rows, slopes)
     widest = int(max(plsh.theory.window_width(slopes, plsh.Window().tol)))
-    peers = {"bias": peer(n, slopes), "window": peer(n, slopes, min(widest, n))}
-    runs = {name: [compiled(g, *arrays)[0] for g in (f, with_gradient(f))]
-            for name, f in peers.items()}  # fmt: skip
-    for method in (plsh.PositionalLSH(), plsh.Window()):
+    calls = {"plsh": ours(method), "bias": peer(n, slopes), "window": peer(n, slopes, widest)}
+    runs, took = {}, {}
+    for name, f in calls.items():
+        for way, g in (("fwd", f), ("grad", with_gradient(f))):
+            run, took[name, way] = compiled(g, *arrays)
+            runs[name, way] = functools.partial(run, *arrays)
+    shapes = visited(functools.partial(calls["plsh"], *arrays))
+    runs["floor", "fwd"] = floor(shapes)
+    got = np.asarray(runs["plsh", "fwd"](), np.float64)[0][:, rows]
+    error = np.linalg.norm(got - alibi) / np.linalg.norm(alibi)
+    seconds = {key: [] for key in runs}
+    for turn in range(repeat + 1):
+        for key, run in runs.items():
+            spent = timed(run)
+            seconds[key] += [spent] if turn else []  # the first is a warm-up
+    t = {key: statistics.median(x) for key, x in seconds.items()}
+    tiles = sum(steps * tiles * rows * columns for steps, tiles, rows, columns in shapes)
+    print(f"{method!r}: error against ALiBi {error:.1e}; pairs visited over those of positive"
+          f" weight {tiles / pairs(method, n, slopes):.2f}")  # fmt: skip
+    for way, products in (("fwd", 1), ("grad", 3.5)):
+        own = t["plsh", way]
+        over = own / t["floor", "fwd"] / products
+        print(f"  {way} {own * 1e3:.0f} ms, {over:.2f} of its floor, compiled in"
+              f" {took['plsh', way]:.1f} s;" + ";".join(
+            f" {t[name, way] / own:.1f}x jax.nn with {name} ({t[name, way] * 1e3:.0f} ms)"
+            for name in ("bias", "window")))  # fmt: skip
 
-        def attend(q, k, v, method=method):
-            return plsh.attention(q, k, v, method=method, causal=True, backend="jax")
 
-        forward, took = compiled(attend, *arrays)
-        gradient, took_gradient = compiled(with_gradient(attend), *arrays)
-        shapes = visited(functools.partial(attend, *arrays))
-        bare = floor(shapes)
-        tiles = sum(steps * tiles * rows * columns for steps, tiles, rows, columns in shapes)
-        columns = {"fwd": [], "grad": [], "floor": []}
-        columns |= {f"{p} {w}": [] for p in runs for w in ("fwd", "grad")}
-        for turn in range(args.repeat + 1):
-            row = {"fwd": timed(forward, *arrays), "grad": timed(gradient, *arrays)}
-            row["floor"] = timed(bare)
-            for name, (f, g) in runs.items():
-                row |= {f"{name} fwd": timed(f, *arrays), f"{name} grad": timed(g, *arrays)}
-            for name, seconds in row.items():
-                columns[name] += [seconds] if turn else []  # the first is a warm-up
-        t = {name: statistics.median(x) for name, x in columns.items()}
-        got = np.asarray(forward(*arrays), np.float64)[0][:, rows]
-        error = np.linalg.norm(got - alibi) / np.linalg.norm(alibi)
-        print(f"{method!r}: error against ALiBi {error:.1e}; compiled in {took:.1f} s,"
-              f" gradient {took_gradient:.1f} s; over the floor: fwd {t['fwd'] / t['floor']:.2f},"
-              f" grad {t['grad'] / t['floor'] / 3.5:.2f}; pairs visited over those of positive"
-              f" weight {tiles / pairs(method, n, slopes):.2f}")  # fmt: skip
-        for way in ("fwd", "grad"):
-            print(f"  {way} {t[way] * 1e3:.0f} ms;" + ";".join(
-                f" {t[f'{name} {way}'] / t[way]:.1f}x jax.nn with {name}"
-                f" ({t[f'{name} {way}'] * 1e3:.0f} ms)" for name in runs))  # fmt: skip
-        program, took = compiled(attend, *inputs(args.long))
-        long = min(timed(program, *inputs(args.long)) for _ in range(3))
-        size = program.memory_analysis().temp_size_in_bytes / 2**20
-        print(f"  n={args.long}: {long:.2f} s, {long / t['fwd']:.1f} times n={n}; compiled in"
-              f" {took:.1f} s; temporary memory {size:.0f} MiB")  # fmt: skip
-        small = [x[:, :, :128] for x in arrays]
-        calls = [timed(attend, *small) for _ in range(100)]
-        print(f"  n=128 outside of jit, warm: {statistics.median(calls) * 1e3:.2f} ms")
+def lengths(method, n, long):
+    """Print how time, compilation and temporary memory grow."""
+    best = {}
+    for size in (n, long):
+        arrays = inputs(size)
+        for way, f in (("fwd", ours(method)), ("grad", with_gradient(ours(method)))):
+            program, took = compiled(f, *arrays)
+            best[size, way] = min(timed(program, *arrays) for _ in range(3))
+            held = program.memory_analysis().temp_size_in_bytes / 2**20
+            growth = best[size, way] / best[n, way]
+            print(f"{method!r}, n={size}, {way}: {best[size, way]:.3f} s, {growth:.1f} times n={n};"
+                  f" compiled in {took:.1f} s; temporary memory {held:.0f} MiB")  # fmt: skip
+
+
+def small():
+    """Print times of short calls outside of jit, and of their compiled programs alone."""
+    arrays = inputs(128)
+    for name, method in METHODS.items():
+        call = ours(method)
+        program, _ = compiled(call, *arrays)
+        t = [
+            statistics.median(timed(f, *arrays) for _ in range(200)) * 1e3 for f in (call, program)
+        ]
+        print(f"{name}: n=128 outside of jit, warm: {t[0]:.2f} ms, of which the program {t[1]:.2f}")
+
+
+def programs():
+    """Print how many programs serve many lengths."""
     _call._run.clear_cache()
     for length in range(1000, 1301, 7):
         plsh.attention(*inputs(length), method="window", causal=True, backend="jax")
     print(f"programs for n=1000 … 1300 in steps of 7: {_call._run._cache_size()}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    sections = ["lsh", "window", "long", "small", "programs"]
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(sections)}")
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--long", type=int, default=65536)
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args()
+    if unknown := set(args.sections) - set(sections):
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(sections)}")
+    print(f"{platform.machine()}, jax {jax.__version__}, {jax.devices()}, NumPy {np.__version__}")
+    print(f"causal, B=1, H={H}, D={D}, float32, standard slopes, n={args.length}", flush=True)
+    for section in args.sections or sections:
+        if section in METHODS:
+            beside_peers(METHODS[section], args.length, args.repeat)
+        elif section == "long":
+            for method in METHODS.values():
+                lengths(method, args.length, args.long)
+        else:
+            {"small": small, "programs": programs}[section]()
 
 
 if __name__ == "__main__":

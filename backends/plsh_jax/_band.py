@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from ._tiling import Tiling
-from ._weights import DIAGONAL, LEFT, RIGHT, Decay, Steps, first_keys
+from ._weights import ANYWHERE, DIAGONAL, LEFT, RIGHT, Decay, Steps, first_keys
 
 FLOOR = -1e4
 """A logit whose exponential is 0 in every dtype; -inf would trip ``jax_debug_infs``."""
@@ -91,7 +91,7 @@ def attend_head(
     shift = jnp.where(large, shift, 0)
     sums = jax.checkpoint(functools.partial(_sums, plan), prevent_cse=False)
     total, out = sums(own._replace(shift=shift), keys, len_k, zero)
-    total, shift, out = total.reshape(-1), shift.reshape(-1), out.reshape(-1, out.shape[-1])
+    total, shift, out = (x.reshape(tiling.queries, *x.shape[3:]) for x in (total, shift, out))
     if ids is not None:  # a padding row sees nothing
         total = jnp.where(ids[1], total, 0)
         out = jnp.where(ids[1][:, None], out, 0)
@@ -200,6 +200,8 @@ def _walk(tiling: Tiling, own: Own, keys: Keys, fold: Fold, start: Any) -> Any:
     if tiling.banded:
         return _walk_band(tiling, own, keys, fold, start)
     size, width = keys.k.shape[0], tiling.columns
+    # A decay knows its pairs wherever they lie; steps count those of the diagonal by themselves.
+    has_diagonal = isinstance(own.weight, Steps)
     blocks = jax.tree.map(
         lambda x: _pad(x, 0, tiling.left * width - size).reshape(
             tiling.left, 1, width, *x.shape[1:]
@@ -210,12 +212,14 @@ def _walk(tiling: Tiling, own: Own, keys: Keys, fold: Fold, start: Any) -> Any:
     padded = jax.tree.map(lambda x: _pad(x, tiling.rows, tiling.rows), keys)
 
     def chunk(_: Any, own: Own) -> tuple[None, Any]:
-        at = jnp.clip(own.x[0] + tiling.rows, 0, size + tiling.rows)
-        diagonal = jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, at, tiling.rows)[None], padded
-        )
-        right = blocks if tiling.right else None
-        return None, _visit(tiling, own, diagonal, blocks, right, fold, start)
+        diagonal = None
+        if has_diagonal:
+            at = jnp.clip(own.x[0] + tiling.rows, 0, size + tiling.rows)
+            diagonal = jax.tree.map(
+                lambda x: lax.dynamic_slice_in_dim(x, at, tiling.rows)[None], padded
+            )
+        sides = ((ANYWHERE, blocks, own.left),)
+        return None, _visit(tiling, own, diagonal, sides, fold, start)
 
     return lax.scan(jax.checkpoint(chunk, prevent_cse=False), None, own)[1]
 
@@ -256,11 +260,13 @@ def _walk_band(tiling: Tiling, own: Own, keys: Keys, fold: Fold, start: Any) -> 
             )
             columns = tiling.columns
             left = jax.tree.map(lambda x: tiles(x, 0, tiling.left, columns), near)
-            begin, right = before + tiling.rows, None
+            sides = [(LEFT, left, own.left)]
             if tiling.right:
+                begin = before + tiling.rows
                 right = jax.tree.map(lambda x: tiles(x, begin, tiling.right, columns), near)
+                sides.append((RIGHT, right, own.right))
             diagonal = jax.tree.map(lambda x: tiles(x, before, 1, tiling.rows)[0], near)
-            return None, _visit(tiling, own, diagonal, left, right, fold, start)
+            return None, _visit(tiling, own, diagonal, sides, fold, start)
 
         numbers = jnp.arange(tiling.chunks, dtype=jnp.int32)
         return None, lax.scan(jax.checkpoint(chunk, prevent_cse=False), None, (own, numbers))[1]
@@ -268,18 +274,17 @@ def _walk_band(tiling: Tiling, own: Own, keys: Keys, fold: Fold, start: Any) -> 
     shape = (tiling.segments, tiling.chunks)
     own = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), own)
     found = lax.scan(segment, None, (own, jax.tree.map(segments, keys)))[1]
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+    count = tiling.segments * tiling.chunks
+    return jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), found)
 
 
 def _visit(
-    tiling: Tiling, own: Own, diagonal: Keys, left: Keys, right: Keys | None, fold: Fold, start: Any
+    tiling: Tiling, own: Own, diagonal: Keys | None, sides: Any, fold: Fold, start: Any
 ) -> Any:
-    """Fold one chunk over its diagonal and the blocks to visit on either side."""
+    """Fold one chunk over its diagonal, if there is one, and the blocks to visit of each side."""
     fold = jax.checkpoint(fold, prevent_cse=False, static_argnums=4)
-    state = fold(start, own, diagonal, own.x, DIAGONAL)
-    for side, blocks, wanted in ((LEFT, left, own.left), (RIGHT, right, own.right)):
-        if blocks is None or wanted.shape[0] == 0:
-            continue
+    state = start if diagonal is None else fold(start, own, diagonal, own.x, DIAGONAL)
+    for side, blocks, wanted in sides:
 
         def step(state: Any, xs: Any, side: int = side) -> tuple[Any, None]:
             block, wanted, number = xs

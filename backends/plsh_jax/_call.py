@@ -163,7 +163,7 @@ def _program(
         static.scale,
         0 if isinstance(weight, DecayWeight) else weight.samples,
         weight.start if isinstance(weight, TableWeight) else 0,
-        spread.one_by_one,
+        spread.one_by_one and sizes[0] * sizes[1] >= spread.platform.apart,
         self_seeing,
         spread.placed,
     )
@@ -219,7 +219,7 @@ def _attend_class(
     ahead, moved = given.ahead, jnp.ndim(given.ahead) > 0
     apart, together = program.one_by_one, not program.one_by_one
 
-    look: Any = functools.partial(visits, own.tiling)
+    look: Any = functools.partial(visits, own.tiling, program.causal)
     for which in ((True, False, False),) * 2 + ((by_row, moved, False),):
         look = over(look, which, False) if any(which) else look
     seen = look(weight, ahead, given.lengths[1])  # (B if they differ, keys, heads, chunks, blocks)

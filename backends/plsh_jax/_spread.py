@@ -15,10 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._tiling import PLATFORMS, Platform, rung
-
-RUNGS = 8
-"""Rungs of the ladder of lengths, an octave."""
+from ._tiling import PLATFORMS, Platform, length_rung
 
 
 class Spread(NamedTuple):
@@ -28,6 +25,7 @@ class Spread(NamedTuple):
     by_heads: bool
     """Whether heads of different tiling may be cut apart."""
     one_by_one: bool
+    """Whether heads may run one after another."""
     eager: bool
     """Whether lengths are rounded up, so that calls of other lengths share a program."""
     placed: tuple[Any, ...] | None
@@ -37,7 +35,7 @@ class Spread(NamedTuple):
         """Round the lengths up to a ladder, if the call compiles a program of its own."""
         if not self.eager:
             return lengths
-        return rung(lengths[0], RUNGS), rung(lengths[1], RUNGS)
+        return length_rung(lengths[0]), length_rung(lengths[1])
 
 
 def spread_of(q: Any, *others: Any) -> Spread:
@@ -48,14 +46,16 @@ def spread_of(q: Any, *others: Any) -> Spread:
     else:
         platform, sharding = next(iter(q.devices())).platform, q.sharding
     table = PLATFORMS[platform if platform in PLATFORMS else "gpu"]
+    # Derivatives are traced, too; but only while a program is being made, so is a new constant.
+    eager = not traced or not isinstance(jnp.zeros(()), jax.core.Tracer)
     free = _free_axes(sharding)
     if not free and (traced or len(q.sharding.device_set) == 1):
-        return Spread(table, True, table.one_by_one, not traced, None)
+        return Spread(table, True, True, eager, None)
     explicit = bool(free) and all(free.values())
     spec = (*(getattr(sharding, "spec", None) or ()), None, None, None)
     known = explicit or (not traced and hasattr(sharding, "spec"))
     placed = spec[:3] if explicit else None
-    return Spread(table, known and spec[1] is None, False, not traced, placed)
+    return Spread(table, known and spec[1] is None, False, eager, placed)
 
 
 def _free_axes(sharding: Any) -> dict[str, bool]:

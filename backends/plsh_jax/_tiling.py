@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["PLATFORMS", "Platform", "Tiling", "round_up", "rung"]
+__all__ = ["PLATFORMS", "Platform", "Tiling", "length_rung", "round_up", "rung"]
 
 
 class Size(NamedTuple):
@@ -28,21 +28,22 @@ class Platform:
     ----------
     sizes : tuple of Size
         By growing reach; the last serves all that reach further.
-    one_by_one : bool
-        Whether heads and batch rows run one after another, each in the cache, or side by side.
+    apart : int
+        Heads of at least so many pairs of a query and a key run one after another, and batch rows,
+        too, each in the cache; others side by side, in a program that compiles in half the time.
     """
 
     sizes: tuple[Size, ...]
-    one_by_one: bool
+    apart: int
 
 
-_PARALLEL = Platform((Size(256, 64, 8, 256), Size(1 << 31, 128, 1, 256)), one_by_one=False)
+_PARALLEL = Platform((Size(256, 64, 8, 256), Size(1 << 31, 128, 1, 256)), apart=1 << 62)
 
 PLATFORMS = MappingProxyType(
     {
         "cpu": Platform(
             (Size(64, 32, 32, 64), Size(192, 64, 16, 192), Size(1 << 31, 256, 1, 192)),
-            one_by_one=True,
+            apart=1 << 17,
         ),
         "gpu": _PARALLEL,
         "tpu": _PARALLEL,
@@ -52,6 +53,9 @@ PLATFORMS = MappingProxyType(
 
 _SEGMENT = 1024
 """Queries, at least, of a segment, whose keys are copied once with those in its reach."""
+
+_LONGEST = 512
+"""Columns, at most: a product that adds up more keys in turn loses digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class Tiling:
     rows, tiles, columns : int
         Queries of a tile, tiles of a chunk, keys of a block.
     left, right : int
-        Blocks of keys before and after each tile.
+        Blocks of keys before and after each tile; where not banded, all blocks are in the first.
     chunks, segments : int
         Chunks of a segment, segments of a head.
     banded : bool
@@ -118,15 +122,24 @@ class Tiling:
             return cls(size.rows, size.tiles, columns, blocks, right, chunks, segments, True)
         last = platform.sizes[-1]
         rows = min(last.rows, 1 << max(len_q - 1, 0).bit_length())
-        columns = min(last.columns * last.rows // rows, round_up(max(len_k, 1), 64))
+        columns = min(last.columns * last.rows // rows, _LONGEST, round_up(max(len_k, 1), 64))
         blocks = -(-len_k // columns)
-        right = 0 if causal else blocks
-        return cls(rows, 1, columns, blocks, right, max(1, -(-len_q // rows)), 1, False)
+        return cls(rows, 1, columns, blocks, 0, max(1, -(-len_q // rows)), 1, False)
 
 
 def round_up(x: int, unit: int) -> int:
     """Round up to a multiple."""
     return -(-x // unit) * unit
+
+
+def length_rung(n: int) -> int:
+    """Round a length up, so that calls of other lengths share a program: by an eighth at most.
+
+    Below 512 tokens, where programs take longer to compile than to run, there are few rungs.
+    """
+    if n <= 64:
+        return next(size for size in (1, 16, 64) if n <= size)
+    return max(round_up(n, 64), rung(n, 8))
 
 
 def rung(x: int, steps: int) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ._tiling import Tiling
 
-LEFT, DIAGONAL, RIGHT = -1, 0, 1
+LEFT, DIAGONAL, RIGHT, ANYWHERE = -1, 0, 1, 2
 FAR = 1 << 30
 
 
@@ -52,7 +52,7 @@ class Decay(NamedTuple):
         apart = x[:, :, None] - y[:, None, :]
         distance = jnp.abs(apart)
         seen = exists[:, None, :] & (distance <= self.width)
-        if causal and side == DIAGONAL:
+        if causal and side in (DIAGONAL, ANYWHERE):
             seen &= apart >= 0
         return Pairs(None, -self.slope * distance.astype(dtype), seen)
 
@@ -78,21 +78,26 @@ class Steps(NamedTuple):
         return Steps(*(None if x is None else x.reshape(*shape, *x.shape[1:]) for x in self))
 
     def pairs(self, x: Any, y: Any, exists: Any, side: int, causal: bool, dtype: Any) -> Pairs:
-        """Weigh the pairs of queries x ``(tiles, rows)`` and keys y ``(tiles, columns)``."""
+        """Weigh the pairs of queries x ``(tiles, rows)`` and keys y ``(tiles, columns)``.
+
+        Anywhere, the keys at the positions of the tile itself have no weight.
+        """
         if side == DIAGONAL:
             count = jnp.where(exists[:, None, :], self._diagonal(causal, dtype), 0)
             return Pairs(count, None, count > 0)
-        if side == LEFT:  # pivot: the tile's first position
-            near = self.code == 0
-            far = y[:, None, :] >= self.begin[:, :, None]
-        else:  # pivot: its last
+        near, far, y = [], [], y[:, None, :]
+        if side in (LEFT, ANYWHERE):  # pivot: the tile's first position
+            near.append(self.code == 0)
+            far.append((y >= self.begin[:, :, None]) & (y < x[:, None, :1]))
+        if side == RIGHT or (side == ANYWHERE and not causal):  # pivot: its last
             rows = jnp.arange(self.code.shape[1], dtype=jnp.uint8)
-            near = rows[:, None] >= self.code[:, -1:, :]
-            far = y[:, None, :] < self.end[:, :, None]
-        far &= exists[:, None, :]
+            near.append(rows[:, None] >= self.code[:, -1:, :])
+            far.append((y < self.end[:, :, None]) & (y > x[:, None, -1:]))
         # 0/1 operands: exact in every format that accumulates in float32.
         count = jax.lax.dot_general(
-            near.astype(dtype), far.astype(dtype), (((2,), (1,)), ((0,), (0,)))
+            jnp.concatenate(near, axis=2).astype(dtype),
+            (jnp.concatenate(far, axis=1) & exists[:, None, :]).astype(dtype),
+            (((2,), (1,)), ((0,), (0,))),
         )
         return Pairs(count, None, count > 0)
 
@@ -127,10 +132,13 @@ def encode(xp: Any, labels: Any, ends: Any, first: Any, origin: Any, rows: int) 
     return Steps(code, begin, ends)
 
 
-def visits(tiling: Tiling, weight: Decay | Steps, ahead: Any, len_k: Any) -> tuple[Any, Any]:
+def visits(
+    tiling: Tiling, causal: bool, weight: Decay | Steps, ahead: Any, len_k: Any
+) -> tuple[Any, Any]:
     """Return which blocks each chunk must visit before and after its tiles.
 
-    Two arrays of bools ``(chunks, blocks)``. `ahead` is x of the first query.
+    Two arrays of bools ``(chunks, blocks)``; where tiles are not banded, all blocks are in the
+    first. `ahead` is x of the first query.
     """
     count = tiling.segments * tiling.chunks
     tile = tiling.rows * jnp.arange(count * tiling.tiles, dtype=jnp.int32)
@@ -143,7 +151,8 @@ def visits(tiling: Tiling, weight: Decay | Steps, ahead: Any, len_k: Any) -> tup
         at = first_keys(tiling, first, side, jnp.arange(blocks, dtype=jnp.int32))
         end = at + tiling.columns
         if side == LEFT:
-            seen = (end > jnp.maximum(low, 0)) & (at < jnp.minimum(first, len_k))
+            most = first - 1 if tiling.banded else (last if causal else high)
+            seen = (end > jnp.maximum(low, 0)) & (at <= jnp.minimum(most, len_k - 1))
         else:
             seen = (at <= jnp.minimum(high, len_k - 1)) & (end > jnp.maximum(last + 1, 0))
         found.append(seen.any(axis=1))

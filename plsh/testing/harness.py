@@ -149,13 +149,8 @@ def _jax() -> Harness:
     def vjp(
         f: Callable[..., Any], inputs: Sequence[Array], cotangents: Sequence[Array]
     ) -> list[Array]:
-        # One program: op by op, XLA compiles each operation for each shape. (Level 0 gives wrong
-        # gradients: NaN where the same program at level 1 is finite.)
-        def pull(inputs: Any, cotangents: Any) -> Any:
-            return jax.vjp(f, *inputs)[1](cotangents)
-
-        fast = jax.jit(pull, compiler_options={"xla_backend_optimization_level": 1})
-        return list(fast(tuple(inputs), tuple(cotangents)))
+        # Not jitted: that were a new program each time; what f jits itself is compiled once.
+        return list(jax.vjp(f, *inputs)[1](tuple(cotangents)))
 
     def jvp(f: Callable[..., Any], inputs: Sequence[Array], tangents: Sequence[Array]) -> Any:
         return jax.jvp(f, tuple(inputs), tuple(tangents))
