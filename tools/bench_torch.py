@@ -1,6 +1,7 @@
 """Measure the torch backend on the CPU against torch's own ways to ALiBi: ratios and errors.
 
-    python tools/bench_torch.py [--length 8192] [--long 65536] [--repeat 5] [--threads 2]
+    python tools/bench_torch.py [lsh window exact long small] [--length 8192] [--long 65536]
+                                [--repeat 5] [--threads 2] [--no-compile]
 
 Causal, B=1, H=8, D=64, float32, standard slopes. Times are medians of warm runs, plsh and each peer
 in turn in one process; FlexAttention is compiled by Inductor and has no backward on the CPU. Errors
@@ -20,6 +21,7 @@ import time
 import numpy as np
 import plsh_torch
 import torch
+from plsh_torch._band import PAD
 from plsh_torch._call import Call
 from plsh_torch._scratch import Scratch
 from torch.nn import functional
@@ -189,7 +191,7 @@ def floors(arrays, method):
                     group.keys("v", v, piece),
                 )
                 pairs = (*x.shape[:2], keys.shape[1])
-                p = scratch.get("p", pairs, q.dtype)
+                p = scratch.get("p", (*pairs[:2], pairs[2] + PAD), q.dtype)[..., : pairs[2]]
                 o = scratch.get("o", x.shape, q.dtype)
                 add = scratch.get("product", keys.shape, q.dtype)
                 torch.bmm(x, keys.mT, out=p)
@@ -228,77 +230,99 @@ def peak(n, method):
     return float(run.stdout)
 
 
+def against_peers(method, n, repeat, compiled):
+    """Print times and errors of a method and of every peer, in turn."""
+    slopes, arrays = plsh.alibi_slopes(H), inputs(n)
+    rows = np.linspace(0, n - 1, 24).astype(int)
+    exact, own = weights(method, n, slopes)
+    alibi = exact_rows(arrays, rows, exact)
+    peers = {
+        name: make(n, torch.tensor(slopes, dtype=torch.float32))
+        for name, make in PEERS.items()
+        if compiled or not name.startswith("Flex")
+    }
+    for name, f in peers.items():
+        off = error(f(*arrays)[0][:, rows].double().numpy(), alibi)
+        print(f"  {name}: error against ALiBi {off:.1e}")
+
+    def ours(q, k, v):
+        return plsh.attention(q, k, v, method=method, causal=True, backend="torch")
+
+    got = ours(*arrays)[0][:, rows].double().numpy()
+    rounding = error(got, exact_rows(arrays, rows, own))
+    print(f"{method!r}: rounding {rounding:.1e}, error against ALiBi {error(got, alibi):.1e}")
+    bare = floors(arrays, method)
+    forward = {name: lambda f=f: f(*arrays) for name, f in peers.items()}
+    forward |= {"plsh": lambda: ours(*arrays), "floor": bare[0]}
+    both = {name: training(f, arrays) for name, f in peers.items() if not name.startswith("Flex")}
+    both |= {"plsh": training(ours, arrays), "floor": bare[1]}
+    for what, calls in (("fwd", forward), ("fwd+bwd", both)):
+        t = in_turn(calls, repeat)
+        ratios = ", ".join(
+            f"{name} {t[name] * 1e3:.0f} ms = {t[name] / t['plsh']:.1f}x"
+            for name in calls
+            if name not in ("plsh", "floor")
+        )
+        over = t["plsh"] / t["floor"]
+        print(f"  {what}: {t['plsh'] * 1e3:.1f} ms, over floor {over:.2f}; {ratios}", flush=True)
+
+
+def long_and_narrow(n, longer):
+    """Print times of a long sequence and of other dtypes, and peak memory."""
+    for method in (plsh.PositionalLSH(), plsh.Window()):
+        run = functools.partial(plsh.attention, method=method, causal=True, backend="torch")
+        lengths = {x: functools.partial(run, *inputs(x)) for x in (n, longer)}
+        t = in_turn(lengths, 3)
+        print(
+            f"{method!r}: n={longer} fwd {t[longer]:.2f} s, {t[longer] / t[n]:.2f} times "
+            f"n={n}; peak beyond inputs and output {peak(n, method):.0f} -> "
+            f"{peak(longer, method):.0f} MiB"
+        )
+        dtypes = (torch.float32, torch.bfloat16, torch.float16)
+        for what, wrap in (("fwd", lambda f, x: lambda: f(*x)), ("fwd+bwd", training)):
+            t = in_turn({d: wrap(run, inputs(n, d)) for d in dtypes}, 5)
+            print(f"  {what}:", ", ".join(f"{d} {x * 1e3:.1f} ms" for d, x in t.items()))
+
+
+def small():
+    """Print times of small calls."""
+    x = inputs(128)
+    for method in ("lsh", "window", "exact"):
+        f = functools.partial(plsh.attention, method=method, causal=True, backend="torch")
+        calls = {"fwd": functools.partial(f, *x), "fwd+bwd": training(f, x)}
+        many = {what: lambda call=call: [call() for _ in range(50)] for what, call in calls.items()}
+        t = in_turn(many, 3)
+        print(f"{method}: n=128 warm", ", ".join(f"{k} {t[k] * 20:.2f} ms" for k in t))
+
+
+METHODS = {"lsh": plsh.PositionalLSH(), "window": plsh.Window(), "exact": plsh.Exact()}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("sections", nargs="*", help="of lsh, window, exact, long, small; or all")
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--long", type=int, default=65536)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--no-compile", action="store_true", help="leave out FlexAttention")
     args = parser.parse_args()
+    every = (*METHODS, "long", "small")
+    wanted = args.sections or every
+    if unknown := set(wanted) - set(every):
+        parser.error(f"sections are {', '.join(every)}, got {', '.join(sorted(unknown))}")
     register()
     torch.set_num_threads(args.threads)  # of this process, peers alike
-    n, slopes = args.length, plsh.alibi_slopes(H)
-    arrays, m = inputs(n), torch.tensor(slopes, dtype=torch.float32)
     print(f"{platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
-    print(f"causal, B=1, H={H}, D={D}, float32, standard slopes, n={n}", flush=True)
-    rows = np.linspace(0, n - 1, 24).astype(int)
-    alibi = exact_rows(arrays, rows, weights(plsh.Exact(), n, slopes)[0])
-    peers = {
-        name: make(n, m)
-        for name, make in PEERS.items()
-        if not (args.no_compile and name.startswith("Flex"))
-    }
-    for name, f in peers.items():
-        off = error(f(*arrays)[0][:, rows].double().numpy(), alibi)
-        print(f"{name}: error against ALiBi {off:.1e}")
-    for method in (plsh.PositionalLSH(), plsh.Window(), plsh.Exact()):
-        keywords = {"method": method, "causal": True, "backend": "torch"}
-
-        def ours(q, k, v, keywords=keywords):
-            return plsh.attention(q, k, v, **keywords)
-
-        got = ours(*arrays)[0][:, rows].double().numpy()
-        rounding = error(got, exact_rows(arrays, rows, weights(method, n, slopes)[1]))
-        print(f"{method!r}: rounding {rounding:.1e}, error against ALiBi {error(got, alibi):.1e}")
-        bare = floors(arrays, method)
-        repeat = args.repeat if not isinstance(method, plsh.Exact) else 2
-        forward = {name: lambda f=f: f(*arrays) for name, f in peers.items()}
-        forward |= {"plsh": lambda: ours(*arrays), "floor": bare[0]}
-        both = {
-            name: training(f, arrays) for name, f in peers.items() if not name.startswith("Flex")
-        }
-        both |= {"plsh": training(ours, arrays), "floor": bare[1]}
-        for what, calls in (("fwd", forward), ("fwd+bwd", both)):
-            t = in_turn(calls, repeat)
-            ratios = ", ".join(
-                f"{name} {t[name] * 1e3:.0f} ms = {t[name] / t['plsh']:.1f}x"
-                for name in calls
-                if name not in ("plsh", "floor")
-            )
-            print(
-                f"  {what}: {t['plsh'] * 1e3:.1f} ms, over floor {t['plsh'] / t['floor']:.2f}; "
-                f"{ratios}",
-                flush=True,
-            )
-    del peers, forward, both
-    for method in (plsh.PositionalLSH(), plsh.Window()):
-        run = functools.partial(plsh.attention, method=method, causal=True, backend="torch")
-        lengths = {x: functools.partial(run, *inputs(x)) for x in (n, args.long)}
-        t = in_turn(lengths, 3)
-        print(
-            f"{method!r}: n={args.long} fwd {t[args.long]:.2f} s, {t[args.long] / t[n]:.2f} times "
-            f"n={n}; peak beyond inputs and output {peak(n, method):.0f} -> "
-            f"{peak(args.long, method):.0f} MiB"
-        )
-        dtypes = (torch.float32, torch.bfloat16, torch.float16)
-        t = in_turn({d: functools.partial(run, *inputs(n, d)) for d in dtypes}, 3)
-        print("  fwd by dtype:", ", ".join(f"{d} {x * 1e3:.1f} ms" for d, x in t.items()))
-    x = inputs(128)
-    for method in ("lsh", "window", "exact"):
-        call = {"method": method, "causal": True, "backend": "torch"}
-        t = in_turn({method: lambda call=call: [plsh.attention(*x, **call) for _ in range(50)]}, 3)
-        print(f"{method}: n=128 warm {t[method] / 50 * 1e3:.2f} ms")
+    print(f"causal, B=1, H={H}, D={D}, float32, standard slopes, n={args.length}", flush=True)
+    for name, method in METHODS.items():
+        if name in wanted:
+            repeat = args.repeat if name != "exact" else 2
+            against_peers(method, args.length, repeat, not args.no_compile)
+    if "long" in wanted:
+        long_and_narrow(args.length, args.long)
+    if "small" in wanted:
+        small()
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ LIMITS = {
 }
 STRIP = 256
 """Most keys that a product sums one after another: long running sums lose digits."""
+PAD = 16
+"""Numbers between the rows of pairs, whose transpose a backward pass multiplies by: rows a power of
+2 apart would share few lines of the first-level cache."""
 LEAST = -24.0
 """Log2 of a row's sum below which its logits have lost digits to the bias that they share."""
 
@@ -48,9 +51,15 @@ class Mode(NamedTuple):
     bounded: bool  # no exponent leaves the safe range: hide by -inf, and clamp nothing
 
 
+def empty_pairs(group: Group, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return scratch memory for pairs ``(N, R, W)``."""
+    products, rows, count = shape
+    return group.scratch.get(name, (products, rows, count + PAD), group.acc)[..., :count]
+
+
 def scores(group: Group, q: Tensor, k: Tensor, piece: Piece, scale: float, bounded: bool) -> Tensor:
     """Return the logits of a piece ``(N, R, W)`` in units of log2, bias included."""
-    p = group.scratch.get("p", (*q.shape[:2], k.shape[1]), group.acc)
+    p = empty_pairs(group, "p", (*q.shape[:2], k.shape[1]))
     beta = group.start(group.pairs(p), piece, bounded)
     return p.baddbmm_(q, k.mT, beta=beta, alpha=scale * LOG2E)
 
@@ -161,7 +170,7 @@ def by_row(
 
     def logits(piece: Piece) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         k = group.keys("k", tokens[1], piece)
-        p = group.scratch.get("p", (*q.shape[:2], k.shape[1]), group.acc)
+        p = empty_pairs(group, "p", (*q.shape[:2], k.shape[1]))
         p.baddbmm_(q, k.mT, beta=group.start_exactly(group.pairs(p), piece), alpha=scale)
         factors = (group.factor(piece, False), group.mask(piece))
         hide(group, p, factors, -math.inf)
@@ -238,7 +247,7 @@ def backward(
             group.add_to_keys(wanted.v, piece, p, do, 1.0)
         if wanted.q is None and wanted.k is None and wanted.slopes is None:
             continue
-        ds = group.scratch.get("ds", p.shape, group.acc)
+        ds = empty_pairs(group, "ds", p.shape)
         ds.copy_(base).baddbmm_(do, v.mT, beta=-1).mul_(p)
         if not bounded:
             hide(group, ds, factors, 0.0)

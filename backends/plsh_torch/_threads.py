@@ -57,30 +57,35 @@ def alone() -> Iterator[bool]:
 
 
 def run(work: Callable[[Job, Scratch], None], jobs: Sequence[Job], threads: int) -> None:
-    """Work off independent jobs in that order, on so many threads, the calling one among them."""
-    queue = deque(jobs)
+    """Work off independent jobs in that order, on so many threads, the calling one among them.
 
-    def work_off() -> None:
+    Each thread begins with a job of its own: what memory it needs shows in the first call.
+    """
+    queue: deque[Job] = deque()
+
+    def work_off(job: Job | None) -> None:
         scratch = borrow()
-        while (job := _pop(queue)) is not None:
+        while job is not None:
             work(job, scratch)
+            job = _pop(queue)
         give_back(scratch)
 
-    def help_out() -> None:
+    def help_out(job: Job) -> None:
         # A new thread has no modes of its own: gradients would be recorded, and what is made in
         # inference mode could not be written to.
         with torch.inference_mode(), alone():
-            work_off()
+            work_off(job)
 
     with alone() as is_alone:
-        helpers = min(threads, len(jobs)) - 1 if is_alone else 0
-        if helpers < 1:
-            work_off()
+        helpers = max(min(threads, len(jobs)) - 1, 0) if is_alone else 0
+        queue.extend(jobs[helpers:])
+        if not helpers:
+            work_off(_pop(queue))
             return
         with ThreadPoolExecutor(helpers) as pool:
             try:
-                running = [pool.submit(help_out) for _ in range(helpers)]
-                work_off()
+                running = [pool.submit(help_out, job) for job in jobs[:helpers]]
+                work_off(_pop(queue))
                 for done in running:
                     done.result()
             except BaseException:  # an interrupt, or a fault: what has not begun need not

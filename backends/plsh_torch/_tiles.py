@@ -12,8 +12,9 @@ from plsh.tiles import Chunk, Schedule
 from ._scratch import Scratch
 from ._weights import Decay, Piece, Steps
 
-PAIRS = 1 << 19
-"""Pairs of a chunk and piece, about: fewer cost more calls, more leave the second-level cache."""
+PAIRS = 1 << 20
+"""Pairs of a chunk and piece, about: fewer cost more calls, in each of which threads may wait for
+the interpreter, more cost memory."""
 COLUMNS = 1 << 11
 """Keys of a piece, about."""
 NARROW = 128
