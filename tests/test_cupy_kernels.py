@@ -133,6 +133,8 @@ LAWS = [
     *(("test_chunks_of_queries_equal_the_whole", {"method": m, "causal": c})
       for m, c in zip(NAMES, (True, False, True, False, True), strict=True)),
     *(("test_results_are_fresh_and_writable", {"method": method}) for method in METHODS),
+    *(("test_left_padding_changes_nothing", {"method": m, "causal": c})
+      for m, c in zip(NAMES, (False, True, False, True, False), strict=True)),
     ("test_rows_that_see_far_keys_only_are_not_empty", {"dtype": "float32"}),
     ("test_rows_that_see_far_keys_only_are_not_empty", {"dtype": "float64"}),
     ("test_hidden_products_past_the_range_do_no_harm", {}),
@@ -306,6 +308,39 @@ def test_keys_after_every_query_give_nothing(method):
     assert not out.any()
     assert np.isneginf(lse).all()
     assert not any(x.any() for x in grads)
+
+
+EDGES = [
+    CudaCall("exact", (8, 1), (70, 70), (5, 3), 2, True, dtype="float32", slope_form="rows"),
+    CudaCall("lsh", (8, 1), (70, 70), (5, 3), 1, dtype="float16"),
+    CudaCall("exact", (2, 1), (1, 70), (256, 1), 1, dtype="float32"),
+    CudaCall("lsh", (2, 1), (70, 1), (1, 255), 1, dtype="float16"),
+    CudaCall("windows", (2, 1), (1, 0), (1, 1), 1, dtype="float32"),
+    CudaCall("set1", (4, 1), (129, 129), (7, 9), 2, True, dtype="float32", offsets="batch"),
+    CudaCall("cuts", (4, 1), (70, 70), (7, 9), 2, dtype="float32", offsets="batch",
+             segments="pair"),
+    CudaCall("exact", (4, 1), (100, 37), (17, 17), 2, True, dtype="float32", offsets="both",
+             scale=-3.0),
+]  # fmt: skip
+"""Eight query heads a key head, one query, one dim, the largest dims, one head of partitions."""
+
+
+@pytest.mark.parametrize("case", EDGES, ids=str)
+def test_an_edge_equals_oracle(case):
+    numpy_tests.check_band(case)
+
+
+def test_sums_over_thousands_of_tokens_round_as_dense_ones():
+    """NUM-7: tile by tile; one sum through all of them is ten times off."""
+    n = 3000
+    q, k, v = testing.make_inputs(1, 1, 1, 1, n, head_dim=4, dtype="float32")[:3]
+    v = np.abs(v)  # no sum cancels
+    call = {"slopes": (2.0**-12,), "q_offset": n - 1}
+    expected = testing.oracle(q, k, v, **call)
+    plain = testing.plain_attention(q, k, v, dtype="float32", **call)
+    given = (x.astype("float32") for x in (q, k, v))
+    output = plsh.attention(*given, method="exact", return_lse=True, backend="numpy", **call)
+    testing.assert_output_close(output, expected, plain, like=output.out)
 
 
 SLOPE_DTYPES = ("float16", "bfloat16", "float32", "float64", "int32")

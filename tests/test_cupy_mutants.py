@@ -56,6 +56,10 @@ HIDDEN = {
     "name": "test_a_hidden_key_far_above_the_visible_ones_empties_no_row",
     "arguments": {"case": "future", "n": 77, "dtype": "float32"},
 }
+WILD = ("test_wild_offsets_on_the_device_do_no_harm", {"method": "lsh"})
+ODD = oracle("exact", (2, 1), (65, 100), (8, 8), 1)
+STRONG = oracle("exact", (2, 1), (65, 65), (3, 4), 2, scale=1.5)
+MATES = oracle("exact", (2, 1), (65, 65), (8, 8), 2)
 VIEW = {"name": "test_strides_are_honoured", "arguments": {"view": "every second"}}
 
 MUTANTS = [
@@ -120,7 +124,7 @@ MUTANTS = [
     # forward.cu
     Mutant("output not rescaled", "forward.cu", "out[m][slot] *= fade;", "out[m][slot] *= 1;",
            ORACLE, EXACT),
-    Mutant("sum not rescaled", "forward.cu", "total[m] *= fade;", "total[m] *= 1;", ORACLE, EXACT),
+    Mutant("sum not rescaled", "forward.cu", "total[m] * fade", "total[m]", ORACLE, EXACT),
     Mutant("maximum of hidden pairs", "forward.cu", "const bool here = count[m][n] > 0;",
            "const bool here = count[m][n] >= 0;", LAW, HIDDEN),
     Mutant("hidden pairs weighed", "weight.cuh", "(Acc)(seen >> (N * m + n) & 1);",
@@ -155,6 +159,56 @@ MUTANTS = [
            "p.grad_slopes.batch == 0 ? p.batch : 1", "1", ORACLE, SHARED),
     Mutant("slopes of all batch rows", "backward_slopes.cu",
            "p.grad_slopes.batch == 0 ? p.batch : 1", "p.batch", ORACLE, ROWS),
+    Mutant("tokens past the end read", "band.cuh", "first + i < length", "first + i <= length",
+           ORACLE, EXACT),
+    Mutant("tokens before the first read", "band.cuh", "first + i >= 0 && ", "", ORACLE, ODD),
+    Mutant("blocks begin between tokens", "weight.cuh", "(index * width + shift + unit) >> 24",
+           "(index * width + shift) >> 24", ORACLE, LSH),
+    Mutant("padding has blocks of its own", "weight.cuh",
+           "at = position > 0 ? position : 0;  //", "at = position;  //", *WILD),
+    Mutant("bits of padding", "weight.cuh", "(int)(position > 0 ? position : 0)", "(int)position",
+           *WILD),
+    Mutant("reach of the first owned position", "weight.cuh",
+           "bounds_of(p, h, r, band.own_at + ROWS - 1)", "bounds_of(p, h, r, band.own_at)",
+           ORACLE, LSH),
+    Mutant("pivot's block begins late", "weight.cuh", "begins[r] <= at", "begins[r] < at", ORACLE,
+           LSH),
+    Mutant("positions beyond a table read", "weight.cuh",
+           "low < p.label_count ? low : p.label_count - 1", "low", ORACLE, TABLE),
+    Mutant("fade by the new maximum", "forward.cu", "power_of_two((top[m] - shift)",
+           "power_of_two((most - shift)", ORACLE, EXACT),
+    Mutant("lse of rows past the end", "forward.cu", "lane() == 0 && i < p.len_q", "lane() == 0",
+           ORACLE, EXACT),
+    Mutant("dims past the end written", "tile.cuh", "if (d < dim) write",
+           "if (d <= dim) write", ORACLE, BIG),
+    Mutant("last chunk of dims cut", "tile.cuh", "(int)(dim + CHUNK - 1) / CHUNK * CHUNK",
+           "(int)dim / CHUNK * CHUNK", ORACLE, BIG),
+    Mutant("tile added to the chunk before", "tile.cuh", "sum[m][chunk * PER_CHUNK + slot] +=",
+           "sum[m][chunk / 2 * PER_CHUNK + slot] +=", ORACLE, BIG),
+    Mutant("tile replaces the sum", "tile.cuh", "sum[m][chunk * PER_CHUNK + slot] +=",
+           "sum[m][chunk * PER_CHUNK + slot] =", ORACLE, EXACT),
+    Mutant("one sum through all tiles", "tile.cuh",
+           "Acc part[M][PER_CHUNK] = {};",
+           "Acc part[M][PER_CHUNK];\nfor (int m = 0; m < M; ++m)\n"
+           "for (int slot = 0; slot < PER_CHUNK; ++slot) {\n"
+           "part[m][slot] = sum[m][chunk * PER_CHUNK + slot];\n"
+           "sum[m][chunk * PER_CHUNK + slot] = 0;\n}",
+           "test_sums_over_thousands_of_tokens_round_as_dense_ones"),
+    Mutant("keys' logits without a scale", "backward_keys.cu",
+           "begin,\n                           p.dim, (Acc)p.factor);",
+           "begin,\n                           p.dim, 1);", ORACLE, SCALED),
+    Mutant("keys' logits without a scale above 1", "backward_keys.cu", "x[m][n] * (Acc)p.after",
+           "x[m][n]", ORACLE, STRONG),
+    Mutant("queries' logits without a scale above 1", "backward_queries.cu",
+           "x[m][n] * (Acc)p.after", "x[m][n]", ORACLE, STRONG),
+    Mutant("parts by batch row first", "backward_slopes.cu",
+           "b + e / p.tiles, h, e % p.tiles", "b + e % rows, h, e % p.tiles", ORACLE, MATES),
+    Mutant("half slopes read as bfloat16", "params.cuh", "case FLOAT16: return widen(read<Half>",
+           "case FLOAT16: return widen(read<BFloat16>", "test_slopes_of_every_dtype",
+           {"dtype": "float16"}),
+    Mutant("wild offsets kept", "params.cuh", "at > most ? most : at < -most ? -most : at",
+           "at > most ? at : at",
+           "test_wild_offsets_on_the_device_do_no_harm", {"method": "exact"}),
     Mutant("sign of the gradient by slopes", "backward_slopes.cu", "write<float>(to, (float)-sum)",
            "write<float>(to, (float)sum)", ORACLE, SHARED),
 ]  # fmt: skip

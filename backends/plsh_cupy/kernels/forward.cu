@@ -82,14 +82,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) plsh_forward(const Para
                 const Acc shift = most == -infinity(Acc()) ? 0 : most;
                 const Acc fade = power_of_two((top[m] - shift) * (Acc)LOG2E);
                 top[m] = most;
-                total[m] *= fade;
+                Acc part = 0;
 #pragma unroll
                 for (int slot = 0; slot < SLOTS; ++slot) out[m][slot] *= fade;
 #pragma unroll
                 for (int n = 0; n < N; ++n) {
                     x[m][n] = power_of_two((x[m][n] - shift) * (Acc)LOG2E) * count[m][n] * norm[m];
-                    total[m] += x[m][n];
+                    part += x[m][n];
                 }
+                total[m] = total[m] * fade + part;
             }
             store_pairs(pairs, x);
             const char* values = p.v.at(place.b, kv, 0);

@@ -91,9 +91,11 @@ __device__ inline void add_dots(Acc (&sum)[M][N], Shared<const Acc> rows, int pi
 }
 
 // sum[m][.] += pairs of row m . visited tokens, for the dims of one chunk: slots of dims lane() +
-// LANES * slot.
+// LANES * slot. A tile is added up first, so that the rounding of thousands of tokens is that of
+// COLUMNS and of the number of tiles.
 __device__ inline void add_product(Acc (&sum)[M][SLOTS], int chunk, Shared<const Acc> pairs,
                                    Shared<const Acc> columns) {
+    Acc part[M][PER_CHUNK] = {};
 #pragma unroll 1
     for (int j = 0; j < COLUMNS; j += 4) {
         Four<Acc> a[M];
@@ -105,10 +107,14 @@ __device__ inline void add_product(Acc (&sum)[M][SLOTS], int chunk, Shared<const
             for (int slot = 0; slot < PER_CHUNK; ++slot) {
                 Acc b = columns[(j + u) * CHUNK_PITCH + lane() + LANES * slot];
 #pragma unroll
-                for (int m = 0; m < M; ++m)
-                    sum[m][chunk * PER_CHUNK + slot] += a[m].v[u] * b;
+                for (int m = 0; m < M; ++m) part[m][slot] += a[m].v[u] * b;
             }
     }
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int slot = 0; slot < PER_CHUNK; ++slot)
+            sum[m][chunk * PER_CHUNK + slot] += part[m][slot];
 }
 
 __device__ inline void store_pairs(Shared<Acc> to, const Acc (&pairs)[M][N]) {
