@@ -42,6 +42,15 @@ def test_the_backends_that_are_said_to_conform_have_a_report():
     assert {report["backend"] for report in SUMMARY} >= {"numpy", "reference", "torch"}
 
 
+def test_reports_of_the_emulator_say_so():
+    """Without a GPU no report may look like one of CuPy arrays."""
+    emulator = tool("support_table").EMULATOR
+    for report in SUMMARY:
+        if report["backend"] == "cupy":
+            assert ("cupy" in report["versions"]) == (report["arrays"] != emulator)
+            assert f"{report['arrays']}: {len(report['rows']['pass'])} pass" in README
+
+
 @pytest.fixture
 def mine(monkeypatch):
     """The backend of the guide, made of its Python blocks."""

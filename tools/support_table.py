@@ -3,9 +3,12 @@
     python tools/support_table.py                  runs the suite (minutes), then writes
     python tools/support_table.py numpy torch      runs it on these backends only
     python tools/support_table.py --arrays numpy   runs it on these kinds of arrays only
+    python tools/support_table.py --arrays emulator cupy    runs its kernels without a GPU
     python tools/support_table.py --render         writes from the reports of the last run
 
 The table stands between two comments in README.md. The reports' summary is `docs/conformance.json`.
+Kernels of backend "cupy" run on CuPy arrays where there is a GPU, and everywhere under the emulator
+of the tests, which says so in the place of the arrays.
 """
 
 import argparse
@@ -22,28 +25,47 @@ SUMMARY = ROOT / "docs" / "conformance.json"
 BEGIN, END = "<!-- support table: tools/support_table.py -->", "<!-- end of the support table -->"
 
 
+EMULATOR = "emulator of a GPU"
+EMULATED = """
+import sys
+sys.path.insert(0, "tests")
+import plsh
+from emulated import BACKEND
+from plsh.cli import main
+plsh.register_backend(BACKEND)
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command `plsh`, with the emulated backend registered."""
+
+
 def measure(names, kinds):
     """Run the suite on available backends, on each of their kinds of arrays; return a summary."""
     found = []
     for info in plsh.backends():
-        if not info.available or (names and info.name not in names):
+        if names and info.name not in names:
             continue
-        for arrays in info.capabilities.arrays:
-            if kinds and arrays not in kinds:
-                continue
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "report.json"
-                command = ["conformance", info.name, "--arrays", arrays, "--report", str(path)]
-                subprocess.run([sys.executable, "-m", "plsh", *command], check=False)
-                if not path.exists():  # no such arrays here
-                    continue
-                report = json.loads(path.read_text(encoding="utf-8"))
-            by_status = {}
-            for row in report["rows"]:
-                by_status.setdefault(row["status"], []).append(row["id"])
-            keys = ("backend", "arrays", "mode", "versions")
-            found.append({key: report[key] for key in keys} | {"rows": by_status})
+        for arrays in info.capabilities.arrays if info.available else ():
+            if not kinds or arrays in kinds:
+                found += reported(["-m", "plsh"], info.name, arrays)
+        if info.name == "cupy" and (not kinds or "emulator" in kinds):
+            for report in reported(["-c", EMULATED], "cupy_emulated", "numpy"):
+                found.append(report | {"backend": "cupy", "arrays": EMULATOR})
     return found
+
+
+def reported(program, name, arrays):
+    """Run the suite once; return a list of the report's summary, empty if it can't run here."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        command = ["conformance", name, "--arrays", arrays, "--report", str(path)]
+        subprocess.run([sys.executable, *program, *command], check=False, cwd=ROOT)
+        if not path.exists():  # no such arrays here
+            return []
+        report = json.loads(path.read_text(encoding="utf-8"))
+    by_status = {}
+    for row in report["rows"]:
+        by_status.setdefault(row["status"], []).append(row["id"])
+    return [{k: report[k] for k in ("backend", "arrays", "mode", "versions")} | {"rows": by_status}]
 
 
 def table(summary, infos):
