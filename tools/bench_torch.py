@@ -208,6 +208,7 @@ def floors(arrays, method):
 
 PEAK = """
 import resource, sys, torch, plsh, plsh_torch
+from plsh import PositionalLSH, Window
 sys.path.insert(0, {here!r})
 import bench_torch
 bench_torch.register()
