@@ -26,6 +26,11 @@ class Namespace(NamedTuple):
     vjp: Callable[..., tuple[Any, list[Any]]] | None = None
     """``vjp(f, inputs, cotangents) -> (outputs, gradients)``, of arrays to a tuple of arrays."""
 
+    @property
+    def array(self) -> Callable[[Any, str], Any]:
+        """What the suite's calls make arrays with."""
+        return self.asarray
+
 
 def to_numpy(x: Any) -> np.ndarray:
     """Copy to NumPy; bfloat16 as float32."""

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from calls import Call, check_call, pairwise
+from calls import FACTORS, Call, check_call, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import FAMILY, LSH, NAMES, SLOPES, assert_same, attend, inputs
@@ -17,19 +17,12 @@ import plsh
 from plsh import testing
 
 FACTORS = {
-    "method": ["exact", "window", "windows", "lsh", "lsh-iid", "set", "set1"],
-    "heads": [(1, 1), (4, 2), (6, 2), (8, 1), (3, 1)],
+    **FACTORS,
     "lengths": [(n, n) for n in (0, 1, 2, 3, 31, 33, 63, 64, 65, 127, 129)]
     + [(33, 65), (65, 31), (1, 129), (5, 2), (4, 0), (0, 4)],
+    "heads": [(1, 1), (4, 2), (6, 2), (8, 1), (3, 1)],
     "dims": [(1, 1), (3, 5), (16, 16), (64, 8), (80, 80)],
     "batch": [None, 0, 1, 2],
-    "causal": [False, True],
-    "scale": [None, 0.0, -0.7],
-    "offsets": ["none", "both", "cache", "batch"],
-    "segments": ["none", "one", "pair"],
-    "layout": ["bhsd", "bshd"],
-    "return_lse": [False, True],
-    "dtype": ["float16", "bfloat16", "float32", "float64"],
 }
 """Every option; `pairwise` has every two values of two options meet in some call."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from calls import pairwise
+from calls import FACTORS, pairwise
 from laws import METHODS, NAMES, SLOPES, attend, inputs
 from test_numpy_backend import BandCall, check_band
 
@@ -63,30 +63,16 @@ def assert_all_same(actual, expected, units=0.0):
 class ModelCall(BandCall):
     """A call of this backend."""
 
-    def keywords(self):
-        return {**super().keywords(), "backend": "model"}
+    backend = "model"
 
 
 FACTORS = {
-    "method": [
-        "exact", "window", "windows", "tol", "lsh", "lsh-iid", "set", "set1", "cuts", "blocks",
-        "power",
-    ],
+    **FACTORS,
     "lengths": [(n, n) for n in (0, 1, TILE - 1, TILE, TILE + 1, 2 * TILE, N)]
     + [(TILE, 33), (N, 31), (1, 40), (5, 2), (4, 0), (0, 4)],
-    "heads": [(1, 1), (4, 2), (6, 2), (3, 1)],
     "dims": [(1, 1), (3, 20), (20, 3), (16, 16)],
     "batch": [None, 0, 1, 2],
-    "causal": [False, True],
-    "scale": [None, 0.0, -0.7],
-    "offsets": ["none", "both", "cache", "batch", "far"],
-    "segments": ["none", "one", "pair"],
-    "layout": ["bhsd", "bshd"],
-    "return_lse": [False, True],
-    "slope_form": ["heads", "rows", "one"],
-    "dtype": ["float16", "bfloat16", "float32", "float64"],
-    "samples": [1, 5],
-}  # fmt: skip
+}
 
 LONG = [
     ModelCall("exact", (2, 1), (150, 150), (16, 8), 1, True, dtype="float32", flatter=16.0),

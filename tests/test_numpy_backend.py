@@ -11,8 +11,6 @@ import sys
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import plsh_numpy._backend as backend
@@ -21,7 +19,7 @@ import plsh_numpy._scratch as scratch
 import plsh_numpy._segment as segment
 import plsh_numpy._weights as weights
 import pytest
-from calls import SEED, Call, pairwise
+from calls import FACTORS, FAR, Call, pairwise
 from laws import METHODS, NAMES, SLOPES, assert_same, attend, inputs, rows
 
 import plsh
@@ -29,7 +27,6 @@ from plsh import testing, tiles
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 METHOD = pytest.mark.parametrize("method", NAMES)
-FAR = 2**29
 
 
 def ours(*arrays, method="exact", **keywords):
@@ -78,118 +75,15 @@ def assert_all_same(actual, expected, units=32.0):
 # --- the oracle -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class BandCall(Call):
-    """A call of this backend, forward and vjp; more families, slopes and positions."""
+    """A call of this backend, forward and vjp."""
 
-    slope_form: str = "heads"  # heads (H,), rows (B, H) and one (0-d) for a decay
-    flatter: float = 1.0
-    gap: int = 0  # positions between the keys and later queries, negative: earlier queries
-
-    def __str__(self):
-        words = ["" if self.slope_form == "heads" else f"-m_{self.slope_form}"]
-        words += [] if self.std == 1 else [f"std{self.std:g}"]
-        words += [] if self.flatter == 1 else [f"flat{self.flatter:g}"]
-        words += [] if self.gap == 0 else [f"gap{self.gap}"]
-        return super().__str__() + "-".join(words)
-
-    @property
-    def is_decay(self):
-        return super().is_decay or self.method == "tol"
-
-    @property
-    def carries_widths(self):
-        return self.method in ("set", "set1", "cuts", "blocks", "power")
-
-    @cached_property
-    def slopes(self):
-        heads = tuple(float(np.float32(m / self.flatter)) for m in super().slopes)
-        if self.is_decay and self.slope_form == "one":
-            return heads[:1] * len(heads)
-        if self.is_decay and self.slope_form == "rows" and self.batch:
-            return tuple(tuple(m * (b + 1) / 2 for m in heads) for b in range(self.batch))
-        return heads
-
-    @property
-    def slopes_given(self):
-        if self.carries_widths:
-            return None
-        one = self.is_decay and self.slope_form == "one"
-        return np.array(self.slopes[0]) if one else self.slopes
-
-    @cached_property
-    def positions(self):
-        if self.gap:
-            len_q, len_k = self.lengths
-            return (len_k + self.gap, 0) if self.gap > 0 else (0, len_q - self.gap)
-        first_q, first_k = super().positions
-        return (first_q + FAR, first_k + FAR) if self.offsets == "far" else (first_q, first_k)
-
-    @cached_property
-    def family(self):
-        heads = range(self.heads[0])
-        if self.method == "cuts":
-            return plsh.IndependentCuts(tuple(1.5 + 9.0 * h for h in heads))
-        if self.method == "blocks":
-            return plsh.FixedBlocks(tuple(1.0 + 11.3 * h for h in heads))
-        if self.method == "power":
-            return plsh.PowerLawBinning(2.0, tuple(0.9 / (1 + 3 * h) for h in heads))
-        shared = self.method == "set1"
-        slopes = self.slopes[:1] if shared else self.slopes
-        return plsh.RandomBinning(tuple(1 / m if m else float("inf") for m in slopes))
-
-    @cached_property
-    def partitions(self):
-        start = FAR if self.offsets == "far" else 0
-        ends = [
-            max(np.atleast_1d(first).max(initial=0), 0) + n
-            for first, n in zip(self.positions, self.lengths, strict=True)
-        ]
-        sampler = "iid" if self.method == "lsh-iid" else "stratified"
-        return self.family.sample(
-            self.samples,
-            max(int(max(ends)) - start, 0),
-            start=start,
-            seed=SEED,
-            sampler=sampler if self.family.has_samplers else None,
-        )
-
-    @cached_property
-    def weight(self):
-        if self.method == "tol":
-            flattest = np.min(np.reshape(self.slopes, (-1, self.heads[0])), axis=0)
-            widths = [np.ceil(np.log(100) / m) if m else 1e9 for m in flattest]
-            return {"slopes": self.slopes, "widths": np.array(widths, dtype=int)}
-        if self.is_decay:
-            return super().weight
-        partitions = self.partitions
-        labels = partitions.labels()
-        at = [
-            np.broadcast_to(np.asarray(first, dtype=int), (self.rows,))[:, None] + np.arange(n)
-            for first, n in zip(self.positions, self.lengths, strict=True)
-        ]
-        weight = np.zeros((self.rows, self.heads[0], *self.lengths))
-        for b in range(self.rows):
-            weight[b] = testing.step_weight(
-                *(labels[..., np.maximum(x[b] - partitions.start, 0)] for x in at)
-            )
-        return {"weight": weight}
-
-    def method_object(self):
-        if self.method in ("cuts", "blocks", "power"):
-            sampler = "stratified" if self.method == "power" else None
-            return plsh.PositionalLSH(self.samples, sampler=sampler, seed=SEED, family=self.family)
-        if self.method == "tol":
-            return plsh.Window(tol=1e-2)
-        return super().method_object()
-
-    def keywords(self):
-        return {**super().keywords(), "backend": "numpy", "slopes": self.slopes_given}
+    backend = "numpy"
 
 
 def check_band(call):
     """Output, lse and all gradients against the oracle, with the measured tolerance."""
-    expected, plain = (call.arranged(x) for x in call.yardsticks)
+    expected, plain = call.yardsticks
     q, k, v, grad_out, grad_lse = call.arrays()
     keywords = call.keywords()
     out = plsh.attention(q, k, v, **keywords)
@@ -211,7 +105,8 @@ def check_band(call):
     grads = plsh.attention_vjp(
         q, k, v, output, grad_out, grad_lse if call.return_lse else None, **keywords
     )
-    check_gradients(call, grads, expected, plain, q)
+    assert (grads.slopes is None) == (not call.is_decay)
+    testing.assert_gradients_close(grads, expected, plain, like=q, from_lse=True)
 
 
 def largest_lse(expected):
@@ -219,63 +114,6 @@ def largest_lse(expected):
     return float(np.max(np.abs(expected.lse), initial=1, where=expected.lse > -np.inf))
 
 
-def check_gradients(call, grads, expected, plain, like):
-    """Gradients against the oracle, relative to what their terms are rounded to.
-
-    The backward pass makes P of the given lse, whose rounding is an error of eps * |lse| in every
-    term; and it is given an output rounded to the input dtype, which all terms of a gradient by a
-    slope share.
-    """
-    assert (grads.slopes is None) == (not call.is_decay)
-    lse = largest_lse(expected)
-    for name in ("q", "k", "v"):
-        testing.assert_attention_close(
-            getattr(grads, name),
-            getattr(expected, name),
-            getattr(plain, name),
-            like=like,
-            factor=testing.BACKWARD,
-            terms=lse * getattr(plain.terms, name),
-            name=f"gradient by {name}",
-        )
-    if not call.is_decay:
-        return
-    one = call.slope_form == "one"
-    assert grads.slopes.shape == (() if one else np.shape(call.slopes))
-    reference, own = (x.slopes.sum() if one else x.slopes for x in (expected, plain))
-    shared = {"float16": 2.0**13, "bfloat16": 2.0**16}.get(call.dtype, 1.0)
-    testing.assert_attention_close(
-        grads.slopes,
-        reference,
-        own,
-        like=like,
-        dtype="float64" if call.dtype == "float64" else "float32",
-        factor=testing.BACKWARD,
-        terms=max(lse, shared) * plain.terms.slopes,
-        name="gradient by slopes",
-    )
-
-
-FACTORS = {
-    "method": [
-        "exact", "window", "windows", "tol", "lsh", "lsh-iid", "set", "set1", "cuts", "blocks",
-        "power",
-    ],
-    "lengths": [(n, n) for n in (0, 1, 31, 32, 33, 63, 64, 65, 127, 129)]
-    + [(33, 65), (65, 31), (1, 129), (5, 2), (4, 0), (0, 4)],
-    "heads": [(1, 1), (4, 2), (6, 2), (3, 1)],
-    "dims": [(1, 1), (3, 64), (64, 3), (16, 16), (80, 80)],
-    "batch": [None, 0, 1, 3],
-    "causal": [False, True],
-    "scale": [None, 0.0, -0.7],
-    "offsets": ["none", "both", "cache", "batch", "far"],
-    "segments": ["none", "one", "pair"],
-    "layout": ["bhsd", "bshd"],
-    "return_lse": [False, True],
-    "slope_form": ["heads", "rows", "one"],
-    "dtype": ["float16", "bfloat16", "float32", "float64"],
-    "samples": [1, 5],
-}  # fmt: skip
 CROSSED = [BandCall(**row) for row in pairwise(FACTORS, 11)]
 
 LONG = [

@@ -22,9 +22,9 @@ import plsh_torch._weights as weights
 import plsh_torch._whole as whole_heads
 import pytest
 import torch
-from calls import pairwise
+from calls import FACTORS, FAR, pairwise
 from laws import METHODS, NAMES, SLOPES, assert_same, inputs
-from test_numpy_backend import BandCall, check_gradients, hidden_call, largest_lse
+from test_numpy_backend import BandCall, hidden_call, largest_lse
 
 import plsh
 from plsh import testing
@@ -33,7 +33,6 @@ from plsh.tiles import Schedule
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 METHOD = pytest.mark.parametrize("method", NAMES)
-FAR = 2**29
 HARNESS = harness_for("torch")
 
 
@@ -96,16 +95,14 @@ class TorchCall(BandCall):
     """A call of this backend, forward and through autograd."""
 
     namespace: str = "torch"
-
-    def keywords(self):
-        return {**super().keywords(), "backend": "torch"}
+    backend = "torch"
 
 
 def check_torch(call):
     """Output, lse and all gradients against the oracle, with the measured tolerance."""
-    expected, plain = (call.arranged(x) for x in call.yardsticks)
-    leaves = [x.requires_grad_() for x in call.arrays(slice(3))]
-    grad_out, grad_lse = call.arrays(slice(3, None))
+    expected, plain = call.yardsticks
+    *leaves, grad_out, grad_lse = call.arrays()
+    leaves = [x.requires_grad_() for x in leaves]
     keywords = call.keywords()
     slopes = keywords.pop("slopes")
     if call.is_decay:
@@ -128,29 +125,16 @@ def check_torch(call):
     given = [grad_out, grad_lse] if call.return_lse else [grad_out]
     found = torch.autograd.grad(tuple(output)[: len(given)], leaves, given, materialize_grads=True)
     grads = plsh.backend.Gradients(*found[:3], found[3] if call.is_decay else None)
-    check_gradients(call, grads, expected, plain, leaves[0])
+    testing.assert_gradients_close(grads, expected, plain, like=leaves[0], from_lse=True)
 
 
 FACTORS = {
-    "method": [
-        "exact", "window", "windows", "tol", "lsh", "lsh-iid", "set", "set1", "cuts", "blocks",
-        "power",
-    ],
+    **FACTORS,
     "lengths": [(n, n) for n in (0, 1, 31, 33, 64, 127, 257, 321)]
     + [(33, 65), (300, 31), (1, 300), (20, 400), (5, 2), (4, 0), (0, 4), (290, 330)],
     "heads": [(1, 1), (4, 2), (3, 1)],
     "dims": [(1, 1), (3, 20), (20, 3), (16, 16)],
-    "batch": [None, 0, 1, 3],
-    "causal": [False, True],
-    "scale": [None, 0.0, -0.7],
-    "offsets": ["none", "both", "cache", "batch", "far"],
-    "segments": ["none", "one", "pair"],
-    "layout": ["bhsd", "bshd"],
-    "return_lse": [False, True],
-    "slope_form": ["heads", "rows", "one"],
-    "dtype": ["float16", "bfloat16", "float32", "float64"],
-    "samples": [1, 5],
-}  # fmt: skip
+}
 CROSSED = [TorchCall(**row) for row in pairwise(FACTORS, 11)]
 
 LONG = [

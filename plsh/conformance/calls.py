@@ -20,12 +20,34 @@ from ..methods import Exact, PositionalLSH, Window
 from ..partition import PartitionSet
 from .subject import Subject
 
-__all__ = ["FAR", "SEED", "Call", "check_call", "method_name", "pairwise"]
+__all__ = ["FACTORS", "FAR", "SEED", "Call", "check_call", "method_name", "pairwise"]
 
 SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
 SEED = (3, 1)
 FAR = 2**29
 """A position at which float32 no longer tells neighbours apart."""
+
+FACTORS: dict[str, list[Any]] = {
+    "method": [
+        "exact", "window", "windows", "tol", "lsh", "lsh-iid", "set", "set1", "cuts", "blocks",
+        "power",
+    ],
+    "lengths": [(n, n) for n in (0, 1, 31, 32, 33, 63, 64, 65, 127, 129)]
+    + [(33, 65), (65, 31), (1, 129), (5, 2), (4, 0), (0, 4)],
+    "heads": [(1, 1), (4, 2), (6, 2), (3, 1)],
+    "dims": [(1, 1), (3, 64), (64, 3), (16, 16), (80, 80)],
+    "batch": [None, 0, 1, 3],
+    "causal": [False, True],
+    "scale": [None, 0.0, -0.7],
+    "offsets": ["none", "both", "cache", "batch", "far"],
+    "segments": ["none", "one", "pair"],
+    "layout": ["bhsd", "bshd"],
+    "return_lse": [False, True],
+    "slope_form": ["heads", "rows", "one"],
+    "dtype": ["float16", "bfloat16", "float32", "float64"],
+    "samples": [1, 5],
+}  # fmt: skip
+"""The options of a call; tests have a row for every pair of their values."""
 
 Array = npt.NDArray[Any]
 
