@@ -12,7 +12,7 @@ from plsh.tiles import Chunk, Schedule
 from ._scratch import Scratch
 from ._weights import Decay, Piece, Steps
 
-PAIRS = 1 << 20
+PAIRS = 1 << 19
 """Pairs of a chunk and piece, about: fewer cost more calls, in each of which threads may wait for
 the interpreter, more cost memory."""
 COLUMNS = 1 << 11
