@@ -14,6 +14,7 @@ from typing import NoReturn
 from .. import __version__
 from ..errors import BackendUnavailableError, UnknownBackendError, UnsupportedByBackendError
 from .backends import add_command as add_backends
+from .bench import add_command as add_bench
 from .common import CliError, Parser
 from .conformance import add_command as add_conformance
 from .demo import add_command as add_demo
@@ -27,6 +28,7 @@ examples:
   plsh demo                                     what each method costs and how far off it is
   plsh run --input qkv.npz --output out.npz     attention of your own arrays
   plsh plan --length 65536 --causal             what to expect before running
+  plsh bench --length 8192                      what you would gain, beside what you have
   plsh backends                                 who can compute here
   plsh conformance numpy                        whether a backend does what the standard says
 """
@@ -115,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=Parser
     )
-    for add_command in (add_demo, add_run, add_backends, add_plan, add_conformance):
+    for add_command in (add_demo, add_run, add_backends, add_plan, add_bench, add_conformance):
         add_command(commands)
     return parser
 

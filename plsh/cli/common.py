@@ -87,6 +87,51 @@ def numbers(text: str) -> tuple[float, ...]:
         ) from None
 
 
+def add_method(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add ``--method`` and the options of each method, which `method_of` reads."""
+    parser.add_argument(
+        "--method",
+        choices=("exact", "window", "lsh"),
+        default=default,
+        help=f"default {default}",
+    )
+    lsh = parser.add_argument_group("of --method lsh")
+    lsh.add_argument("--samples", type=integer(1), metavar="S", help="partitions (default 16)")
+    lsh.add_argument(
+        "--sampler", choices=("stratified", "iid"), help="how they are drawn (default stratified)"
+    )
+    lsh.add_argument("--seed", type=integers, metavar="N[,N...]", help="default 0")
+    window = parser.add_argument_group("of --method window (one of them)")
+    window.add_argument(
+        "--width", type=integers, metavar="N[,N...]", help="largest distance, or one per head"
+    )
+    window.add_argument(
+        "--tol", type=float, help="largest weight left out, by slope (default 1e-6)"
+    )
+
+
+def method_of(args: argparse.Namespace) -> Method:
+    """Build the method; an option of another method is refused, not ignored."""
+    options = {
+        "lsh": {"samples": args.samples, "sampler": args.sampler, "seed": args.seed},
+        "window": {"width": args.width, "tol": args.tol},
+        "exact": {},
+    }
+    for owner, values in options.items():
+        for name, value in values.items():
+            if value is not None and owner != args.method:
+                raise CliError(f"--{name} needs --method {owner}, got --method {args.method}")
+    given = {name: value for name, value in options[args.method].items() if value is not None}
+    if len(given) == 2 and args.method == "window":
+        raise CliError("give --width or --tol, not both")
+    kind = {"lsh": PositionalLSH, "window": Window, "exact": Exact}[args.method]
+    try:
+        method: Method = kind(**given)
+    except (TypeError, ValueError) as error:
+        raise CliError(error) from None
+    return method
+
+
 # --- output ---------------------------------------------------------------------------------------
 
 

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from .. import validation as rules
 from ..compat import swap_heads
-from ..methods import Exact, Method, PositionalLSH, Window, window_width
+from ..methods import Method, Window, window_width
 from ..validation import LAYOUTS
 from .archive import check_output, read_arrays, write_arrays
-from .common import Caller, CliError, describe, integer, integers, progress, write
+from .common import Caller, CliError, add_method, describe, integers, method_of, progress, write
 from .common import add_command as add
 
 NDArray = npt.NDArray[Any]
@@ -42,20 +42,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="gets out; whole or not at all"
     )
-    parser.add_argument("--method", choices=("exact", "window", "lsh"), default="lsh")
-    lsh = parser.add_argument_group("of --method lsh")
-    lsh.add_argument("--samples", type=integer(1), metavar="S", help="partitions (default 16)")
-    lsh.add_argument(
-        "--sampler", choices=("stratified", "iid"), help="how they are drawn (default stratified)"
-    )
-    lsh.add_argument("--seed", type=integers, metavar="N[,N...]", help="default 0")
-    window = parser.add_argument_group("of --method window (one of them)")
-    window.add_argument(
-        "--width", type=integers, metavar="N[,N...]", help="largest distance, or one per head"
-    )
-    window.add_argument(
-        "--tol", type=float, help="largest weight left out, by slope (default 1e-6)"
-    )
+    add_method(parser, "lsh")
     parser.add_argument("--causal", action="store_true", help="hide keys after the query")
     parser.add_argument("--scale", type=float, help="factor of q . k (default D^-1/2)")
     parser.add_argument(
@@ -110,7 +97,7 @@ class _Inputs(NamedTuple):
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    method = _method(args)
+    method = method_of(args)
     caller = Caller(args.backend)
     check_output(args.output, args.input)
     inputs = _read(args)
@@ -139,28 +126,6 @@ def run(args: argparse.Namespace) -> None:
         f"{args.output}: {made} from {given} {inputs.q.dtype}; {describe(method)}; "
         f"backend {caller.name}; {seconds:.3g} s"
     )
-
-
-def _method(args: argparse.Namespace) -> Method:
-    """Build the method; an option of another method is refused, not ignored."""
-    options = {
-        "lsh": {"samples": args.samples, "sampler": args.sampler, "seed": args.seed},
-        "window": {"width": args.width, "tol": args.tol},
-        "exact": {},
-    }
-    for owner, values in options.items():
-        for name, value in values.items():
-            if value is not None and owner != args.method:
-                raise CliError(f"--{name} needs --method {owner}, got --method {args.method}")
-    given = {name: value for name, value in options[args.method].items() if value is not None}
-    if len(given) == 2 and args.method == "window":
-        raise CliError("give --width or --tol, not both")
-    kind = {"lsh": PositionalLSH, "window": Window, "exact": Exact}[args.method]
-    try:
-        method: Method = kind(**given)
-    except (TypeError, ValueError) as error:
-        raise CliError(error) from None
-    return method
 
 
 def _read(args: argparse.Namespace) -> _Inputs:
