@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import threading
 import time
 import tracemalloc
@@ -201,9 +202,9 @@ def test_nothing_grows_from_call_to_call(method, subject):
     tracemalloc.start()
     try:
         times = 6
-        run(times)
-        before = run(times)
-        grown = run(times) - before
+        held = [run(times) for _ in range(4)]
+        # What leaks grows each time; what the process itself sets up, threads or pools, does not.
+        grown = min(after - before for before, after in itertools.pairwise(held))
     finally:
         tracemalloc.stop()
     one = problem.q.nbytes + problem.grad_out.nbytes  # of the size of one call's results
