@@ -1,6 +1,6 @@
 """Train a small byte-level Llama without RoPE on Python's help topics, by the library's Trainer.
 
-Usage: python examples/train_transformers.py [--method exact|window|lsh] [--steps 60]
+Usage: python examples/train_transformers.py [--method exact|window|lsh] [--steps 48]
 
 Prints the loss, in bits a byte, as training goes on, and at the end on text held back. All three
 methods start from the same weights and see the same batches. Under lsh each step draws its own
@@ -76,7 +76,7 @@ def main() -> None:
     """Train, and print the curves."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--method", choices=("exact", "window", "lsh"), action="append")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
     options = parser.parse_args()

@@ -228,6 +228,13 @@ def test_each_layer_and_step_has_blocks_of_its_own_under_lsh():
         assert on_plsh._settings.plan_of(module)[0].seed == (5, module.layer_idx)
 
 
+def test_the_callback_sets_the_step_of_the_trainer():
+    model = on_plsh.switch(interface_model(), "lsh")
+    state = transformers.TrainerState(global_step=7)
+    on_plsh.StepCallback().on_step_begin(None, state, None, model=model)
+    assert on_plsh._settings.plan_of(model.model.layers[1].self_attn)[0].seed == (0, 1, 7)
+
+
 # --- switching ---
 
 
@@ -265,6 +272,16 @@ def test_a_switched_native_model_equals_eager(family, heads):
         assert torch.equal(generate(model, cases[1][0], attention_mask=cases[1][1]), text)
     on_plsh.switch(model, None)
     assert torch.equal(logits(model, tokens()), want[0])
+
+
+def test_a_native_model_keeps_the_slopes_of_its_own_bias():
+    model = native_model("mpt")
+    build = model.transformer.build_mpt_alibi_tensor
+    model.transformer.build_mpt_alibi_tensor = lambda heads, n, device=None: build(
+        heads, n, 4, device
+    )
+    want = logits(model, tokens())
+    close(logits(on_plsh.switch(model, "exact"), tokens()), want)
 
 
 @pytest.mark.parametrize("family", ["bloom", "mpt"])
@@ -335,6 +352,17 @@ def test_the_bounded_cache_generates_what_the_full_one_does(family, method, per_
             model, rows, 90 if n == 9 else 6, attention_mask=mask, use_cache=True, cache=cache
         )
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_the_bounded_cache_gives_the_logits_of_the_full_one(per_head):
+    """Token by token past a move of the buffer, then in chunks."""
+    model = on_plsh.switch(native_model("bloom"), plsh.Window((3, 70, 5, 40)))
+    caches = on_plsh.BoundedCache(model, per_head=per_head), transformers.DynamicCache()
+    ids = tokens(1, 180)
+    for part in ids.split([9] + [1] * 70 + [30, 1, 70], 1):
+        got, want = (logits(model, part, cache=cache, use_cache=True) for cache in caches)
+        close(got, want)
 
 
 def test_the_bounded_cache_takes_constant_memory():

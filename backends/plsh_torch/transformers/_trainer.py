@@ -48,11 +48,11 @@ def set_step(model: Any, step: int | None) -> None:
 
 
 class StepCallback(TrainerCallback):  # type: ignore[misc]
-    """For the library's Trainer: each optimisation step has blocks of its own."""
+    """For the library's Trainer: each optimisation step has blocks of its own.
+
+    Evaluation sees the blocks of the last step before it.
+    """
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
         """Set the step's number."""
         set_step(keywords["model"], state.global_step)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
-        """Leave what was set: evaluation sees the blocks of the step before it."""
