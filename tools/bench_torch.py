@@ -7,11 +7,12 @@ Causal, B=1, H=8, D=64, float32, standard slopes. Times are medians of warm runs
 in turn in one process; FlexAttention is compiled by Inductor and has no backward on the CPU. Errors
 are relative Frobenius errors on sampled rows, in float64: `rounding` against the same positional
 weight, `alibi` against exact ALiBi. The floor is the bare products of the tiles that are visited,
-by torch's own batched product: two forward, seven forward and backward.
+by torch's own batched product, on as many threads: two forward, seven forward and backward.
 """
 
 import argparse
 import functools
+import gc
 import platform
 import statistics
 import subprocess
@@ -19,21 +20,16 @@ import sys
 import time
 
 import numpy as np
-import plsh_torch
 import torch
 from plsh_torch._band import PAD
 from plsh_torch._call import Call
 from plsh_torch._scratch import Scratch
+from plsh_torch._threads import run as work_off
 from torch.nn import functional
 
 import plsh
 
 H, D = 8, 64
-
-
-def register():
-    if "torch" not in {info.name for info in plsh.backends()}:
-        plsh.register_backend(plsh_torch.BACKEND)
 
 
 def inputs(n, dtype=torch.float32):
@@ -104,7 +100,9 @@ PEERS = {
 
 
 def timed(f):
+    """Seconds of a warm run: after the pause the processors wake at a call that is not timed."""
     time.sleep(0.05)
+    f()
     start = time.perf_counter()
     f()
     return time.perf_counter() - start
@@ -178,11 +176,11 @@ def floors(arrays, method):
         plsh.attention(*arrays, method=method, causal=True, backend="torch")
     finally:
         Call.forward = original
-    scratch = Scratch()
-    groups = [group for part in caught[0].parts() for group, _ in part.groups(scratch)]
+    parts = sorted(caught[0].parts(), key=lambda part: -part.pairs)
+    jobs = [[group for group, _ in part.groups(Scratch())] for part in parts]
     q, k, v = arrays
 
-    def run(backward):
+    def bare(backward, groups, scratch):
         for group in groups:
             for piece in group.pieces:
                 x, keys, values = (
@@ -203,24 +201,29 @@ def floors(arrays, method):
                     torch.bmm(p.mT, x, out=add)
                     torch.bmm(p.mT, x, out=add)
 
+    @torch.inference_mode()
+    def run(backward):
+        work_off(functools.partial(bare, backward), jobs, torch.get_num_threads())
+
     return lambda: run(False), lambda: run(True)
 
 
 PEAK = """
-import resource, sys, torch, plsh, plsh_torch
+import sys, torch, plsh, plsh_torch
 from plsh import PositionalLSH, Window
 sys.path.insert(0, {here!r})
 import bench_torch
-bench_torch.register()
 method = {method}
+def highest():
+    with open("/proc/self/status") as status:  # ru_maxrss would be that of the parent
+        return int(next(line for line in status if line.startswith("VmHWM")).split()[1])
 def run(n):
     x = bench_torch.inputs(n)
     return x, plsh.attention(*x, method=method, causal=True, backend="torch")
 run(300)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = highest()
 held = run({n})
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print((after - before) / 1024 - 4 * {n} * 8 * 64 * 4 / 2**20)
+print((highest() - before) / 1024 - 4 * {n} * 8 * 64 * 4 / 2**20)
 """
 
 
@@ -312,7 +315,7 @@ def main():
     wanted = args.sections or every
     if unknown := set(wanted) - set(every):
         parser.error(f"sections are {', '.join(every)}, got {', '.join(sorted(unknown))}")
-    register()
+    gc.disable()  # as timeit does: compilers leave many objects to go through
     torch.set_num_threads(args.threads)  # of this process, peers alike
     print(f"{platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
     print(f"causal, B=1, H={H}, D={D}, float32, standard slopes, n={args.length}", flush=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-KEPT = 1 << 24
+KEPT = 3 << 23
 """Bytes that are kept, at most."""
 
 

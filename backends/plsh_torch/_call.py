@@ -21,7 +21,7 @@ from plsh.weights import DecayWeight, StepWeight, Weight
 from ._band import LIMITS, Given, Group, Mode, Wanted, backward, forward
 from ._bounds import Bounds
 from ._cache import TABLES
-from ._scratch import Scratch
+from ._scratch import Scratch, fresh
 from ._threads import run
 from ._tiles import Shared, Tiles, Tokens, chunks, first_positions, tile_rows
 from ._weights import LOG2E, Blocks, Decay, Steps, gentle
@@ -252,7 +252,7 @@ class Call:
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return out ``(B, H, Nq, Dv)`` and lse ``(B, H, Nq)``."""
         q, _, v = self.tokens
-        out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device="cpu")
+        out = fresh((*q.shape[:3], v.shape[3]), q.dtype)
         lse = torch.empty(q.shape[:3], dtype=self.acc, device="cpu")
         if self._is_blank:
             out.zero_(), lse.fill_(-math.inf)
@@ -272,9 +272,9 @@ class Call:
         """Return the gradients that are wanted, by q, k, v and the slopes ``(B, H)``."""
         q, k, v = self.tokens
         to = Wanted(
-            torch.empty(q.shape, dtype=q.dtype, device="cpu") if wanted[0] else None,
-            torch.empty(k.shape, dtype=self.acc, device="cpu") if wanted[1] else None,
-            torch.empty(v.shape, dtype=self.acc, device="cpu") if wanted[2] else None,
+            fresh(q.shape, q.dtype) if wanted[0] else None,
+            fresh(k.shape, self.acc) if wanted[1] else None,
+            fresh(v.shape, self.acc) if wanted[2] else None,
             torch.zeros(q.shape[:2], dtype=torch.float64, device="cpu") if wanted[3] else None,
         )
         if self._is_blank or not q.numel():
