@@ -355,6 +355,24 @@ def test_backends_of_other_libraries_and_peers_across_them(call):
     assert "break-even with numpy-dense, forward" in got.out
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_every_dtype_is_computed_in_itself(call, dtype):
+    """JAX needs a setting for float64, which the command holds."""
+    bound = {"float16": 1e-3, "bfloat16": 1e-2, "float64": 1e-12}[dtype]
+    options = ("--method", "exact", "--against", "numpy-dense", "--json")
+    got = json.loads(call(*QUICK, "--backend", "jax", "--dtype", dtype, *options).out)
+    for row in got["measurements"]:
+        assert bound / 1e4 < row["error"] < bound
+
+
+def test_the_examples_of_the_help_parse(call):
+    text = call("--help").out.partition("example:")[2].replace("\\\n", "")
+    examples = [line.split()[2:] for line in text.splitlines() if "plsh bench" in line]
+    assert len(examples) == 2
+    for argv in examples:
+        assert call(*argv, "--help").status == 0
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

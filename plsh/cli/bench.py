@@ -2,10 +2,8 @@
 
 import argparse
 import csv
-import importlib
 import io
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +13,8 @@ from .. import bench as measure
 from .. import registry
 from ..methods import Method
 from ..partition import MAX_POSITION
+from ..testing import double_precision
+from . import chart
 from .common import CliError, add_method, describe, integer, method_of, progress, write, write_table
 from .common import add_command as add
 
@@ -123,7 +123,7 @@ def _seconds(text: str) -> float:
 def bench(args: argparse.Namespace) -> None:
     """Run the command."""
     method = method_of(args)
-    pyplot = None if args.png is None else _pyplot(args.png)
+    pyplot = None if args.png is None else chart.load(args.png)
     conflict = measure.thread_conflict()
     if conflict is not None:
         raise CliError(conflict)
@@ -159,7 +159,7 @@ def bench(args: argparse.Namespace) -> None:
     else:
         _show(problem, rows, peers)
     if pyplot is not None:
-        _draw(pyplot, args.png, problem, rows)
+        chart.draw(pyplot, args.png, _title(problem), rows)
 
 
 def _ladder(longest: int) -> Iterator[int]:
@@ -196,7 +196,8 @@ def _check_backend(args: argparse.Namespace) -> str:
             f"{args.backend!r}, got {args.device!r}"
         )
     try:
-        harness.asarray([0.0], dtype=args.dtype)
+        with double_precision(can.arrays[0]):
+            harness.asarray([0.0], dtype=args.dtype)
     except ImportError as error:
         raise CliError(f"--dtype {args.dtype} needs a package: {error}; install it") from None
     return args.device or harness.devices[0]
@@ -348,51 +349,3 @@ def _title(problem: dict[str, Any]) -> str:
         f"{problem['heads']} heads of dim {problem['head_dim']}, {problem['dtype']}, "
         f"{'causal' if problem['causal'] else 'not causal'}, median of {problem['repeat']}"
     )
-
-
-# --- the picture ----------------------------------------------------------------------------------
-
-
-def _pyplot(path: Path) -> Any:
-    """Return matplotlib without a display; refuse early what would fail after the measuring."""
-    directory = path.resolve().parent
-    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK) or path.is_dir():
-        raise CliError(f"--png {path} must be a file in a directory that can be written to")
-    try:
-        importlib.import_module("matplotlib").use("Agg")
-        return importlib.import_module("matplotlib.pyplot")
-    except ImportError:
-        raise CliError(
-            "--png needs matplotlib; pip install 'plsh[bench]', or leave --png out"
-        ) from None
-
-
-def _draw(
-    pyplot: Any, path: Path, problem: dict[str, Any], rows: Sequence[measure.Measurement]
-) -> None:
-    """Draw time against length, a panel for each work."""
-    works = list(dict.fromkeys(row.work for row in rows))
-    figure, axes = pyplot.subplots(
-        1, len(works), squeeze=False, figsize=(7 * len(works), 5), layout="constrained"
-    )
-    for axis, work in zip(axes[0], works, strict=True):
-        for name in dict.fromkeys(row.name for row in rows):
-            series = [
-                (row.length, row.timing.seconds, row.error)
-                for row in _series(rows, name, work)
-                if row.timing
-            ]
-            if series:
-                lengths, seconds, errors = zip(*series, strict=True)
-                label = f"{name}, error {max(errors):.0e}"
-                axis.loglog(lengths, seconds, marker="o", label=label)
-        axis.set(title=work, xlabel="length n", ylabel="seconds")
-        axis.grid(visible=True, which="both", alpha=0.3)
-        axis.legend()
-    figure.suptitle(_title(problem), fontsize=9)
-    try:
-        figure.savefig(path, dpi=120, format="png")
-    except OSError as error:
-        raise CliError(f"cannot write --png {path}: {error.strerror or error}") from None
-    finally:
-        pyplot.close(figure)
