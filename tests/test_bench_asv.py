@@ -290,7 +290,10 @@ def continuous(clone):
 
 @pytest.mark.slow
 def test_unchanged_pairs_are_not_flagged_and_a_planted_slowdown_is(clone):
-    """U134, U135: five A/A pairs, then the backend computes everything twice."""
+    """U134, U135: five A/A pairs, then the backend computes everything twice.
+
+    Needs a quiet machine: where other work stops or starves it, times say nothing.
+    """
     tree, env = clone
     for i in range(5):
         argv = ("git", "commit", "--quiet", "--allow-empty", f"--message=same {i}")
