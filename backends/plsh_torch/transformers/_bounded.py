@@ -177,8 +177,8 @@ class BoundedCache(Cache):  # type: ignore[misc]
 
     Notes
     -----
-    Spec: WGT-1, ATT-12. A head of slope 0 sees everything, and is kept whole. Gradients, cropping
-    (assisted generation) and offloading are refused.
+    Spec: MTH-2, HSH-10, ATT-12. A head of slope 0 sees everything, and is kept whole. Gradients,
+    cropping (assisted generation) and offloading are refused.
 
     Examples
     --------
