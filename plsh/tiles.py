@@ -153,6 +153,7 @@ class Schedule:
 
     def chunks(self, most: int) -> Iterator[Chunk]:
         """Batch neighbouring tiles while their pairs, padded to the widest, are at most `most`."""
+
         def fit(left: int, right: int) -> int:
             return most // (self.rows * (self.rows + self.columns * (left + right)))
 
