@@ -1,6 +1,7 @@
 """Peak memory of a call beyond what stood before it: resident on the host, or on a device."""
 
 import contextlib
+import gc
 import sys
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ def host_peak(call: Callable[[], object]) -> int | None:
     Linux keeps the mark and resets it by ``/proc/self/clear_refs``. The result of the call and what
     a library keeps for its next call count; memory that it kept from an earlier call does not.
     """
+    gc.collect()  # or what others left behind may be freed within the call, and hide its memory
     try:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
             file.write("5")
