@@ -24,7 +24,7 @@ import pytest
 import torch
 from calls import FACTORS, FAR, pairwise
 from laws import METHODS, NAMES, SLOPES, assert_same, inputs
-from test_numpy_backend import BandCall, hidden_call, largest_lse
+from test_numpy_backend import BandCall, Poisoned, hidden_call, largest_lse
 
 import plsh
 from plsh import testing
@@ -355,11 +355,11 @@ def test_nothing_is_read_before_it_is_written(monkeypatch):
             def poisoned_empty(*args, empty=empty, **keywords):
                 return empty(*args, **keywords).fill_(float("nan"))
 
-            monkeypatch.setattr(scratch.Scratch, "get", poisoned_get)
-            monkeypatch.setattr(torch, "empty", poisoned_empty)
-            again = run()
-            monkeypatch.setattr(scratch.Scratch, "get", get)
-            monkeypatch.setattr(torch, "empty", empty)
+            with monkeypatch.context() as patch:
+                patch.setattr(scratch.Scratch, "get", poisoned_get)
+                patch.setattr(torch, "empty", poisoned_empty)
+                patch.setattr(scratch, "np", Poisoned())  # of outputs
+                again = run()
         for a, b in zip(again, want, strict=True):
             assert_all_same(a, b, units=0)
 
@@ -870,15 +870,16 @@ def test_empty_axes(shape):
 # --- memory ---------------------------------------------------------------------------------------
 
 MEMORY = """
-import resource, sys, torch, plsh, plsh_torch
+import sys, torch, plsh, plsh_torch
 n, name = int(sys.argv[1]), sys.argv[2]
 method = {"lsh": plsh.PositionalLSH(16), "window": plsh.Window(512)}[name]
 def run(n):
     x = [torch.ones(1, 2, n, 16, requires_grad=True) for _ in range(3)]
     out = plsh.attention(*x, method=method, slopes=1 / 64, causal=True, backend="torch")
     out.sum().backward()
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def peak():  # ru_maxrss would be that of the parent, if it is larger
+    with open("/proc/self/status") as status:
+        return int(next(x for x in status if x.startswith("VmHWM")).split()[1]) / 1024
 run(300)
 before = peak()
 run(n)
