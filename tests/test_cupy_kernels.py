@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 import test_numpy_backend as numpy_tests
-from calls import pairwise
+from calls import FACTORS, pairwise
 from cuda_emulator import EmulatedBackend
 from emulated import BACKEND, CudaCall, call, put_in_place, results
 from laws import NAMES, inputs
@@ -30,26 +30,15 @@ def _on_the_emulator(monkeypatch):
 # --- the oracle -----------------------------------------------------------------------------------
 
 FACTORS = {
-    "method": [
-        "exact", "window", "windows", "tol", "lsh", "lsh-iid", "set", "set1", "cuts", "blocks",
-        "power",
-    ],
+    **FACTORS,
     "lengths": [(n, n) for n in (0, 1, 33, 64, 65, 193)]
     + [(33, 129), (129, 33), (1, 193), (4, 0), (0, 4)],
     "heads": [(1, 1), (4, 2), (3, 1)],
     "dims": [(1, 1), (3, 64), (33, 5), (16, 16), (64, 31)],
     "batch": [None, 0, 1, 2],
-    "causal": [False, True],
-    "scale": [None, 0.0, -0.7],
-    "offsets": ["none", "both", "cache", "batch", "far"],
-    "segments": ["none", "one", "pair"],
-    "layout": ["bhsd", "bshd"],
-    "return_lse": [False, True],
-    "slope_form": ["heads", "rows", "one"],
-    "dtype": ["float16", "bfloat16", "float32", "float64"],
     "samples": [1, 5, 40],
     "integers": ["int8", "int16", "int32", "int64"],
-}  # fmt: skip
+}
 CROSSED = [CudaCall(**row) for row in pairwise(FACTORS, 5)]
 
 LONG = [

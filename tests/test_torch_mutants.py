@@ -74,6 +74,8 @@ MUTANTS = [
     Mutant("padding sees padding", "_tiles", "keys.masked_fill_(keys < 0, -2)", "pass",
            ORACLE, PADDED),
     Mutant("rows before the keys not zeroed", "_tiles", "out[: here.start] = 0", "pass", POISON),
+    Mutant("gradients of keys not cleared", "_call", "x[parts[0].rows, parts[0].keys] = 0", "pass",
+           POISON),
     Mutant("missing keys seen", "_tiles", "if len(at) == here.stop - here.start:", "if True:",
            ORACLE, EXACT),
     Mutant("wrong key head", "_tiles", "own = self._own(name, x, self._head // self._tokens.group)",
