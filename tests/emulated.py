@@ -2,11 +2,9 @@
 NumPy's, so that the tests of `test_numpy_backend` run on the CUDA kernels as they stand.
 """
 
-import inspect
 from dataclasses import dataclass
 
 import plsh_numpy
-import test_numpy_backend as numpy_tests
 from cuda_emulator import EmulatedBackend
 from test_numpy_backend import BandCall
 
@@ -42,14 +40,6 @@ def put_in_place(monkeypatch, backend=BACKEND):
         monkeypatch.setattr(
             type(plsh_numpy.BACKEND), method, lambda self, *x, ours=ours, **kw: ours(*x, **kw)
         )
-
-
-def call(name, arguments, monkeypatch):
-    """Call a test of `test_numpy_backend`."""
-    test = getattr(numpy_tests, name)
-    if "monkeypatch" in inspect.signature(test).parameters:
-        arguments = {**arguments, "monkeypatch": monkeypatch}
-    test(**arguments)
 
 
 def results(q, k, v, method, grad_out, grad_lse=None, backend="numpy", **keywords):

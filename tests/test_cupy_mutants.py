@@ -4,29 +4,13 @@ A mutant is the kernels with one piece of their source replaced, compiled for th
 in the place of the registered NumPy backend; the named test of `test_cupy_kernels` is then called.
 """
 
-import inspect
 import shutil
-from typing import Any, NamedTuple
 
 import pytest
 import test_cupy_kernels as tests
 from cuda_emulator import KERNELS, EmulatedBackend, Emulator
 from emulated import BACKEND, CudaCall, put_in_place
-
-
-class Mutant(NamedTuple):
-    """One fault: `old` text of a file becomes `new`, and `test` fails."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    test: str
-    arguments: dict[str, Any] = {}
-
-    def __str__(self) -> str:
-        return self.name.replace(" ", "-")
-
+from planted import Mutant, call, controls
 
 ORACLE = "test_call_equals_oracle"
 
@@ -224,15 +208,6 @@ class MutantEmulator(Emulator):
         return BACKEND.emulator.compile(instance)
 
 
-def run(mutant, monkeypatch):
-    """Call a mutant's test in place."""
-    test = getattr(tests, mutant.test)
-    arguments = dict(mutant.arguments)
-    if "monkeypatch" in inspect.signature(test).parameters:
-        arguments["monkeypatch"] = monkeypatch
-    test(**arguments)
-
-
 QUICK = {
     "ids cut to 32 bits",
     "padding read",
@@ -272,24 +247,17 @@ def test_mutant_is_killed(mutant, monkeypatch, tmp_path):
     for path in KERNELS.iterdir():
         shutil.copy(path, tmp_path)
     shutil.copy(BACKEND.emulator.compile_core(), tmp_path)
-    source = (KERNELS / mutant.file).read_text()
-    assert source.count(mutant.old) == 1, (
-        f"{mutant.old!r} is there {source.count(mutant.old)} times"
-    )
-    (tmp_path / mutant.file).write_text(source.replace(mutant.old, mutant.new))
-    backend = EmulatedBackend(emulator=MutantEmulator(tmp_path, mutant.file))
+    (tmp_path / mutant.module).write_text(mutant.changed((KERNELS / mutant.module).read_text()))
+    backend = EmulatedBackend(emulator=MutantEmulator(tmp_path, mutant.module))
     monkeypatch.setattr(tests, "BACKEND", backend)
     put_in_place(monkeypatch, backend)
-    with pytest.raises(AssertionError):
-        run(mutant, monkeypatch)
-
-
-CONTROLS = {f"{m.test}-{sorted(m.arguments.items(), key=str)}": m for m in MUTANTS}
+    with pytest.raises(mutant.error):
+        call(getattr(tests, mutant.test), mutant.arguments, monkeypatch)
 
 
 @pytest.mark.slow  # the tests themselves run in their own file
-@pytest.mark.parametrize("control", CONTROLS.values(), ids=[m.test for m in CONTROLS.values()])
+@pytest.mark.parametrize("control", controls(MUTANTS))
 def test_the_kernels_as_they_are_survive(control, monkeypatch):
     """So that it is the fault that is found."""
     put_in_place(monkeypatch)
-    run(control, monkeypatch)
+    call(getattr(tests, control.test), control.arguments, monkeypatch)

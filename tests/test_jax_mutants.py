@@ -5,35 +5,19 @@ of the registered backend's.
 """
 
 import sys
-import types
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import plsh_jax
 import plsh_jax._call as call_module
 import pytest
 import test_jax_backend as tests
 import test_jax_transforms as transforms
+from planted import Mutant, call, compile_afresh, new_package
 from test_jax_backend import Forward
 
 HERE = Path(plsh_jax.__file__).parent
 FILES = ("_weights", "_steps", "_band", "_call")
 """The modules that mutate, each after those that it imports."""
-
-
-class Mutant(NamedTuple):
-    """One fault: `old` text of a module becomes `new`, and `test` of `where` fails."""
-
-    name: str
-    module: str
-    old: str
-    new: str
-    test: str
-    arguments: dict[str, Any] = {}
-    where: Any = tests
-
-    def __str__(self) -> str:
-        return self.name.replace(" ", "-")
 
 
 ORACLE = "test_call_equals_oracle"
@@ -89,34 +73,24 @@ MUTANTS = [
            "test_what_stands_in_padding_reaches_nothing", {"method": "exact"}),
     Mutant("jit bakes an offset in", "_call", "offset.astype(jnp.int32)",
            "jnp.zeros_like(offset, jnp.int32)", "test_traced_offsets_equal_known_ones",
-           {"method": "exact"}, transforms),
+           {"method": "exact"}),
     Mutant("derivative stopped", "_band", "sums(own._replace(shift=shift), keys",
            "sums(jax.tree.map(lax.stop_gradient, own._replace(shift=shift)), keys",
-           "test_forward_derivatives_are_differences", {"method": "exact"}, transforms),
+           "test_forward_derivatives_are_differences", {"method": "exact"}),
 ]  # fmt: skip
 QUICK = ("width", "next", "one key past", "segments", "no first pass", "shift from hidden")
 """Those that always run, one for each piece of the kernel."""
 
 
-def put_in_place(monkeypatch, module=None, old="", new=""):
-    """Compile the kernel, with a piece of one module replaced, and let tests run on it."""
-    package = types.ModuleType("mutant_jax")
-    package.__path__ = [str(HERE)]
-    monkeypatch.setitem(sys.modules, "mutant_jax", package)
+def put_in_place(monkeypatch, mutant=None):
+    """Compile the kernel, with a fault or without, and let tests run on it."""
+    new_package(monkeypatch, "mutant_jax", [str(HERE)])
     for name in ("_tiling", "_spread", "_partitions"):
         real = sys.modules[f"plsh_jax.{name}"]
         monkeypatch.setitem(sys.modules, f"mutant_jax.{name}", real)
-    for name in FILES:
-        path = HERE / f"{name}.py"
-        source = path.read_text()
-        if name == module:
-            assert source.count(old) == 1, f"{old!r} is in {path.name} {source.count(old)} times"
-            source = source.replace(old, new)
-        made = types.ModuleType(f"mutant_jax.{name}")
-        made.__package__ = "mutant_jax"
-        monkeypatch.setitem(sys.modules, f"mutant_jax.{name}", made)
-        exec(compile(source, str(path), "exec"), made.__dict__)
-    monkeypatch.setattr(call_module, "attend", made.attend)
+    sources = {name: (HERE / f"{name}.py").read_text() for name in FILES}
+    made = compile_afresh(monkeypatch, "mutant_jax", sources, mutant)
+    monkeypatch.setattr(call_module, "attend", made["_call"].attend)
     tests.use_small(monkeypatch)
 
 
@@ -129,9 +103,10 @@ def put_in_place(monkeypatch, module=None, old="", new=""):
     ids=str,
 )
 def test_mutant_is_killed(mutant, monkeypatch):
-    put_in_place(monkeypatch, mutant.module, mutant.old, mutant.new)
-    with pytest.raises((AssertionError, TypeError, ValueError)):
-        getattr(mutant.where, mutant.test)(**mutant.arguments)
+    put_in_place(monkeypatch, mutant)
+    module = next(x for x in (tests, transforms) if hasattr(x, mutant.test))
+    with pytest.raises(mutant.error):
+        call(getattr(module, mutant.test), mutant.arguments, monkeypatch)
 
 
 def test_the_kernel_compiled_afresh_survives(monkeypatch):

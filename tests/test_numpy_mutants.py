@@ -4,15 +4,12 @@ A mutant is the kernel with one piece of its source replaced, compiled afresh an
 of the registered backend; the named test of `test_numpy_backend` is then called in place.
 """
 
-import inspect
-import sys
-import types
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import plsh_numpy
 import pytest
 import test_numpy_backend as tests
+from planted import Mutant, call, compile_afresh, controls, new_package
 from test_numpy_backend import BandCall
 
 from plsh import tiles
@@ -25,21 +22,6 @@ FILES = {
     },
 }
 """The kernel's modules, each after those that it imports."""
-
-
-class Mutant(NamedTuple):
-    """One fault: `old` text of a module becomes `new`, and `test` fails with `error`."""
-
-    name: str
-    module: str
-    old: str
-    new: str
-    test: str
-    arguments: dict[str, Any] = {}
-    error: type[Exception] = AssertionError
-
-    def __str__(self) -> str:
-        return self.name.replace(" ", "-")
 
 
 ORACLE = "test_call_equals_oracle"
@@ -219,21 +201,14 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-def put_in_place(monkeypatch, module=None, old="", new=""):
-    """Compile the kernel, with a piece of one module replaced, and let tests run on it."""
-    package = types.ModuleType("mutant")
-    package.__path__ = []
-    monkeypatch.setitem(sys.modules, "mutant", package)
-    made = {}
-    for name, path in FILES.items():
-        source = path.read_text().replace("from plsh.tiles import", "from .tiles import")
-        if name == module:
-            assert source.count(old) == 1, f"{old!r} is in {path.name} {source.count(old)} times"
-            source = source.replace(old, new)
-        made[name] = types.ModuleType(f"mutant.{name}")
-        made[name].__package__ = "mutant"
-        monkeypatch.setitem(sys.modules, f"mutant.{name}", made[name])
-        exec(compile(source, str(path), "exec"), made[name].__dict__)
+def put_in_place(monkeypatch, mutant=None):
+    """Compile the kernel, with a fault or without, and let tests run on it."""
+    new_package(monkeypatch, "mutant")
+    sources = {
+        name: path.read_text().replace("from plsh.tiles import", "from .tiles import")
+        for name, path in FILES.items()
+    }
+    made = compile_afresh(monkeypatch, "mutant", sources, mutant)
     for method in ("attend", "vjp"):
         mutated = getattr(made["_backend"].NumpyBackend, method)
         monkeypatch.setattr(type(plsh_numpy.BACKEND), method, mutated)
@@ -242,33 +217,23 @@ def put_in_place(monkeypatch, module=None, old="", new=""):
     monkeypatch.setattr(tests, "MODULES", tuple(made.values()))
 
 
-def call(name, arguments, monkeypatch):
-    """Call a test of `test_numpy_backend`."""
-    test = getattr(tests, name)
-    if "monkeypatch" in inspect.signature(test).parameters:
-        arguments = {**arguments, "monkeypatch": monkeypatch}
-    test(**arguments)
-
-
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_mutant_is_killed(mutant, monkeypatch):
-    put_in_place(monkeypatch, mutant.module, mutant.old, mutant.new)
+    put_in_place(monkeypatch, mutant)
     with pytest.raises(mutant.error):
-        call(mutant.test, mutant.arguments, monkeypatch)
+        call(getattr(tests, mutant.test), mutant.arguments, monkeypatch)
 
 
-CONTROLS = {f"{m.test}-{sorted(m.arguments.items(), key=str)}": m for m in MUTANTS}
-
-
-@pytest.mark.parametrize("control", CONTROLS.values(), ids=[m.test for m in CONTROLS.values()])
+@pytest.mark.parametrize("control", controls(MUTANTS))
 def test_the_kernel_compiled_afresh_survives(control, monkeypatch):
     """So that it is the fault that is found, and not the way in which it is put in place."""
     put_in_place(monkeypatch)
-    call(control.test, control.arguments, monkeypatch)
+    call(getattr(tests, control.test), control.arguments, monkeypatch)
 
 
 def test_mutants_run_in_place_of_the_registered_backend(monkeypatch):
-    put_in_place(monkeypatch, "_band", "def forward(", "forward = None\ndef not_forward(")
+    broken = Mutant("", "_band", "def forward(", "forward = None\ndef not_forward(", "")
+    put_in_place(monkeypatch, broken)
     q, k, v = tests.inputs(3)
     with pytest.raises(TypeError):
         tests.ours(q, k, v)

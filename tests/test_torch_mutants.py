@@ -6,11 +6,7 @@ that it changes.
 """
 
 import importlib
-import inspect
-import sys
-import types
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import plsh_torch
 import pytest
@@ -18,6 +14,7 @@ import test_torch_backend as tests
 import test_torch_threads as threads
 import test_torch_transforms as transforms
 import torch
+from planted import Mutant, call, compile_afresh, controls, new_package
 from plsh_torch import _attend, _ops, _vmap
 from test_torch_backend import TorchCall
 
@@ -26,21 +23,6 @@ KERNEL = (
 )  # fmt: skip
 """The kernel's modules, each after those that it imports."""
 FOLDER = Path(plsh_torch.__file__).parent
-
-
-class Mutant(NamedTuple):
-    """One fault: `old` text of a module becomes `new`, and `test` fails with `error`."""
-
-    name: str
-    module: str
-    old: str
-    new: str
-    test: str
-    arguments: dict[str, Any] = {}
-    error: Any = AssertionError
-
-    def __str__(self) -> str:
-        return self.name.replace(" ", "-")
 
 
 ORACLE = "test_call_equals_oracle"
@@ -160,23 +142,13 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-def put_in_place(monkeypatch, module=None, old="", new=""):
-    """Compile the kernel with a piece of one module replaced, and let tests run on it."""
-    package = types.ModuleType("mutant")
-    package.__path__ = []
-    monkeypatch.setitem(sys.modules, "mutant", package)
-    made = {}
-    for name in (*KERNEL, "_recipe", "_vmap"):
-        source = (FOLDER / f"{name}.py").read_text()
-        if name == module:
-            assert source.count(old) == 1, f"{old!r} is in {name} {source.count(old)} times"
-            source = source.replace(old, new)
-        if name == "_vmap":  # the rule is registered once
-            source = source.partition("\nattend.register_vmap")[0]
-        made[name] = types.ModuleType(f"mutant.{name}")
-        made[name].__package__ = "plsh_torch" if name == "_vmap" else "mutant"
-        monkeypatch.setitem(sys.modules, f"mutant.{name}", made[name])
-        exec(compile(source, f"{name}.py", "exec"), made[name].__dict__)
+def put_in_place(monkeypatch, mutant=None):
+    """Compile the kernel, with a fault or without, and let tests run on it."""
+    new_package(monkeypatch, "mutant")
+    sources = {name: (FOLDER / f"{name}.py").read_text() for name in (*KERNEL, "_recipe", "_vmap")}
+    # The rule is registered once.
+    sources["_vmap"] = sources["_vmap"].partition("\nattend.register_vmap")[0]
+    made = compile_afresh(monkeypatch, "mutant", sources, mutant, {"_vmap": "plsh_torch"})
     monkeypatch.setattr(_ops, "Call", made["_call"].Call)
     monkeypatch.setattr(_ops, "decode", made["_recipe"].decode)
     monkeypatch.setattr(_attend, "encode", made["_recipe"].encode)
@@ -188,35 +160,30 @@ def put_in_place(monkeypatch, module=None, old="", new=""):
     monkeypatch.setattr(threads, "call_module", made["_call"])
 
 
-def call(mutant, monkeypatch):
+def run(mutant, monkeypatch):
     """Call a test of one of the modules."""
     module = next(x for x in (tests, threads, transforms) if hasattr(x, mutant.test))
-    test, arguments = getattr(module, mutant.test), mutant.arguments
-    if "monkeypatch" in inspect.signature(test).parameters:
-        arguments = {**arguments, "monkeypatch": monkeypatch}
     torch._dynamo.reset()
-    test(**arguments)
+    call(getattr(module, mutant.test), mutant.arguments, monkeypatch)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_mutant_is_killed(mutant, monkeypatch):
-    put_in_place(monkeypatch, mutant.module, mutant.old, mutant.new)
+    put_in_place(monkeypatch, mutant)
     with pytest.raises(mutant.error):
-        call(mutant, monkeypatch)
+        run(mutant, monkeypatch)
 
 
-CONTROLS = {f"{m.test}-{sorted(m.arguments.items(), key=str)}": m for m in MUTANTS}
-
-
-@pytest.mark.parametrize("control", CONTROLS.values(), ids=[m.test for m in CONTROLS.values()])
+@pytest.mark.parametrize("control", controls(MUTANTS))
 def test_the_backend_compiled_afresh_survives(control, monkeypatch):
     """So that it is the fault that is found, and not the way in which it is put in place."""
     put_in_place(monkeypatch)
-    call(control, monkeypatch)
+    run(control, monkeypatch)
 
 
 def test_mutants_run_in_place_of_the_kernel(monkeypatch):
-    put_in_place(monkeypatch, "_band", "def forward(", "forward = None\ndef not_forward(")
+    broken = Mutant("", "_band", "def forward(", "forward = None\ndef not_forward(", "")
+    put_in_place(monkeypatch, broken)
     with pytest.raises(TypeError):
         tests.ours(*tests.inputs(3))
 
