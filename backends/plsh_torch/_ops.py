@@ -20,81 +20,57 @@ from ._recipe import Given, Recipe, decode
 TENSORS = len(Given._fields)
 
 
-@torch.library.custom_op("plsh_torch::attend", mutates_args=())
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor | None,
-    q_offset: Tensor | None,
-    k_offset: Tensor | None,
-    q_segments: Tensor | None,
-    k_segments: Tensor | None,
-    labels: Tensor | None,
-    causal: bool,
-    scale: float,
-    host_slopes: list[float],
-    q_start: list[int],
-    k_start: list[int],
-    bandwidths: list[int],
-    samples: int,
-    sampler: str,
-    table: list[int],
-    family: str,
-    parameters: list[float],
-    seed: list[int],
-    head_ids: list[int],
-) -> tuple[Tensor, Tensor]:
-    """Return out ``(B, H, Nq, Dv)`` and lse ``(B, H, Nq)``."""
-    given = Given(slopes, q_offset, k_offset, q_segments, k_segments, labels)
-    recipe = Recipe(
-        causal, scale, host_slopes, q_start, k_start, bandwidths, samples, sampler, table, family,
-        parameters, seed, head_ids,
-    )  # fmt: skip
+KINDS = {
+    Tensor | None: "Tensor?",
+    bool: "bool",
+    int: "SymInt",
+    float: "float",
+    str: "str",
+    list[int]: "SymInt[]",
+    list[float]: "float[]",
+}
+"""How a schema names the types of a request's values."""
+
+
+def schema(lead: str, results: int) -> str:
+    """Return the schema of an operator: what comes first, then a request taken apart."""
+    rest = [f"{KINDS[kind]} {name}" for name, kind in Given.__annotations__.items()]
+    rest += [f"{KINDS[kind]} host_{name}" for name, kind in Recipe.__annotations__.items()]
+    return f"({', '.join([lead, *rest])}) -> ({', '.join(['Tensor'] * results)})"
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> Call:
+    request = decode(q, k, v, Given(*rest[:TENSORS]), Recipe(*rest[TENSORS:]))
+    return Call(q, k, v, request)
+
+
+@torch.library.custom_op(
+    "plsh_torch::attend", mutates_args=(), schema=schema("Tensor q, Tensor k, Tensor v", 2)
+)
+def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Return out ``(B, H, Nq, Dv)`` and lse ``(B, H, Nq)``; `rest` is a request taken apart."""
     with torch.no_grad(), without_autocast(q):
-        return Call(q, k, v, decode(q, k, v, given, recipe)).forward()
+        return _call(q, k, v, rest).forward()
 
 
-@torch.library.custom_op("plsh_torch::attend_backward", mutates_args=())
+@torch.library.custom_op(
+    "plsh_torch::attend_backward",
+    mutates_args=(),
+    schema=schema(
+        "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, "
+        "bool[] wanted",
+        4,
+    ),
+)
 def attend_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    wanted: list[bool],
-    slopes: Tensor | None,
-    q_offset: Tensor | None,
-    k_offset: Tensor | None,
-    q_segments: Tensor | None,
-    k_segments: Tensor | None,
-    labels: Tensor | None,
-    causal: bool,
-    scale: float,
-    host_slopes: list[float],
-    q_start: list[int],
-    k_start: list[int],
-    bandwidths: list[int],
-    samples: int,
-    sampler: str,
-    table: list[int],
-    family: str,
-    parameters: list[float],
-    seed: list[int],
-    head_ids: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor,
+    wanted: list[bool], slopes: Tensor | None, *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients by q, k, v and the slopes; an empty tensor where none is wanted."""
-    given = Given(slopes, q_offset, k_offset, q_segments, k_segments, labels)
-    recipe = Recipe(
-        causal, scale, host_slopes, q_start, k_start, bandwidths, samples, sampler, table, family,
-        parameters, seed, head_ids,
-    )  # fmt: skip
     with torch.no_grad(), without_autocast(q):
-        call = Call(q, k, v, decode(q, k, v, given, recipe))
         flags = (wanted[0], wanted[1], wanted[2], wanted[3])
-        found = list(call.backward(Output(out, lse, grad_out, grad_lse), flags))
+        given = Output(out, lse, grad_out, grad_lse)
+        found = list(_call(q, k, v, (slopes, *rest)).backward(given, flags))
         if slopes is not None and found[3] is not None:
             by_slope = found[3] if slopes.ndim == 2 else found[3].sum(dim=0)
             found[3] = by_slope.to(slopes.dtype)
