@@ -26,39 +26,22 @@ from plsh_jax import _call
 from plsh_jax._weights import visits
 
 import plsh
+from plsh import bench
 
 H, D = 8, 64
 
 
 def inputs(n):
-    rng = np.random.default_rng(0)
-    return tuple(jnp.asarray(rng.normal(size=(1, H, n, D)), jnp.float32) for _ in range(3))
+    return tuple(jnp.asarray(x) for x in bench.Case(n).inputs()[:3])
 
 
-def exact_rows(q, k, v, rows, slopes):
-    """Rows of exact causal ALiBi in float64."""
-    q, k, v = (np.asarray(x, np.float64)[0] for x in (q, k, v))
-    out = np.empty((H, len(rows), D))
-    for h in range(H):
-        for r, i in enumerate(rows):
-            s = k[h, : i + 1] @ q[h, i] * D**-0.5 - slopes[h] * np.arange(i, -1, -1)
-            p = np.exp(s - s.max())
-            out[h, r] = p @ v[h, : i + 1] / p.sum()
-    return out
-
-
-def peer(n, slopes, window=None):
-    """Return jax.nn's attention of (B, H, N, D) arrays."""
+def local_window(width):
+    """Return jax.nn's attention of (B, H, N, D) arrays in a window of keys, without a bias."""
 
     def attend(q, k, v):
-        bias = None
-        if window is None:  # made inside: as a constant of the program it takes minutes to compile
-            apart = jnp.abs(jnp.arange(n)[:, None] - jnp.arange(n)).astype(jnp.float32)
-            bias = -(jnp.asarray(slopes, jnp.float32)[:, None, None] * apart)[None]
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
         out = jax.nn.dot_product_attention(
-            q, k, v, bias=bias, is_causal=True,
-            local_window_size=None if window is None else (window, 0),
+            q, k, v, is_causal=True, local_window_size=(width, 0)
         )  # fmt: skip
         return out.swapaxes(1, 2)
 
@@ -146,11 +129,10 @@ def ours(method):
 
 def beside_peers(method, n, repeat):
     """Print times of forward and gradient, peers in turn, and the error."""
-    slopes, arrays = plsh.alibi_slopes(H), inputs(n)
-    rows = np.linspace(0, n - 1, 24).astype(int)
-    alibi = exact_rows(*arrays, rows, slopes)
+    case, slopes, arrays = bench.Case(n), plsh.alibi_slopes(H), inputs(n)
     widest = int(max(plsh.theory.window_width(slopes, plsh.Window().tol)))
-    calls = {"plsh": ours(method), "bias": peer(n, slopes), "window": peer(n, slopes, widest)}
+    bias = bench.PEERS["jax-bias"].make(case)
+    calls = {"plsh": ours(method), "bias": bias, "window": local_window(widest)}
     runs, took = {}, {}
     for name, f in calls.items():
         for way, g in (("fwd", f), ("grad", with_gradient(f))):
@@ -158,8 +140,8 @@ def beside_peers(method, n, repeat):
             runs[name, way] = functools.partial(run, *arrays)
     shapes = visited(functools.partial(calls["plsh"], *arrays))
     runs["floor", "fwd"] = floor(shapes)
-    got = np.asarray(runs["plsh", "fwd"](), np.float64)[0][:, rows]
-    error = np.linalg.norm(got - alibi) / np.linalg.norm(alibi)
+    got = np.asarray(runs["plsh", "fwd"]())
+    error = bench.error(got, bench.exact_rows(case, case.inputs()))
     seconds = {key: [] for key in runs}
     for turn in range(repeat + 1):
         for key, run in runs.items():

@@ -20,56 +20,13 @@ import numpy as np
 from plsh_numpy import _backend, _scratch, _segment
 
 import plsh
+from plsh import bench
 
 H, D = 8, 64
 
 
 def inputs(n):
-    rng = np.random.default_rng(0)
-    return tuple(rng.normal(size=(1, H, n, D)).astype(np.float32) for _ in range(3))
-
-
-def dense(q, k, v, slopes, rows=512):
-    """Dense causal ALiBi, done well: blocks of rows, only keys that are not in the future."""
-    out = np.empty_like(q)
-    n = q.shape[2]
-    apart = np.arange(rows, dtype=np.float32)[:, None] - np.arange(n, dtype=np.float32)
-    for h in range(H):
-        for lo in range(0, n, rows):
-            hi = min(lo + rows, n)
-            s = (q[0, h, lo:hi] * np.float32(D**-0.5)) @ k[0, h, :hi].T
-            bias = (apart[: hi - lo, :hi] + np.float32(lo)) * np.float32(-slopes[h])
-            bias[:, lo:][np.triu_indices(hi - lo, 1)] = -np.inf
-            s += bias
-            s -= s.max(axis=1, keepdims=True)
-            np.exp(s, out=s)
-            out[0, h, lo:hi] = (s @ v[0, h, :hi]) / s.sum(axis=1, keepdims=True)
-    return out
-
-
-def exact_rows(q, k, v, rows, weight):
-    """Rows of attention in float64; weight(h, i) is the positional weight of keys 0..i."""
-    out = np.empty((H, len(rows), D))
-    for h in range(H):
-        for r, i in enumerate(rows):
-            s = k[0, h, : i + 1].astype(np.float64) @ q[0, h, i].astype(np.float64) * D**-0.5
-            p = np.exp(s - s.max()) * weight(h, i)
-            out[h, r] = p @ v[0, h, : i + 1].astype(np.float64) / p.sum()
-    return out
-
-
-def weights(method, n, slopes):
-    def alibi(h, i):
-        return np.exp(-slopes[h] * np.arange(i, -1, -1))
-
-    if isinstance(method, plsh.Window):
-        widths = plsh.theory.window_width(slopes, method.tol)
-        return alibi, lambda h, i: alibi(h, i) * (np.arange(i, -1, -1) <= widths[h])
-    if isinstance(method, plsh.PositionalLSH):
-        family = plsh.RandomBinning(1 / slopes)
-        labels = family.sample(method.samples, n, sampler=method.sampler).labels()
-        return alibi, lambda h, i: (labels[h, :, : i + 1] == labels[h, :, i : i + 1]).mean(axis=0)
-    return alibi, alibi
+    return bench.Case(n).inputs()[:3]
 
 
 def pairs(method, n, slopes):
@@ -172,15 +129,15 @@ def main():
     record_loops()
     slopes = plsh.alibi_slopes(H)
     n = args.length
-    q, k, v = inputs(n)
+    case = bench.Case(n)
+    drawn = case.inputs()
+    q, k, v, grad_out = drawn[:4]
+    dense = bench.PEERS["numpy-dense"].make(case)
     print(f"{platform.machine()}, {args.threads} threads, NumPy {np.__version__}")
     print(f"causal, B=1, H={H}, D={D}, float32, standard slopes, n={n}")
     methods = (plsh.PositionalLSH(), plsh.Window(), plsh.Exact())
-    rows = np.linspace(0, n - 1, 24).astype(int)
-    exact = dense(q, k, v, slopes)
-    alibi = exact_rows(q, k, v, rows, weights(methods[-1], n, slopes)[0])
-    off = np.linalg.norm(exact[0][:, rows] - alibi) / np.linalg.norm(alibi)
-    print(f"dense NumPy: rounding {off:.1e}")
+    alibi = bench.exact_rows(case, drawn)
+    print(f"dense NumPy: rounding {bench.error(dense(q, k, v), alibi):.1e}")
     for method in methods:
         keywords = {"method": method, "causal": True, "backend": "numpy"}
 
@@ -190,16 +147,14 @@ def main():
         result = forward()
 
         def vjp(result=result, keywords=keywords):
-            return plsh.attention_vjp(q, k, v, result, q, **keywords)
+            return plsh.attention_vjp(q, k, v, result, grad_out, **keywords)
 
-        own = exact_rows(q, k, v, rows, weights(method, n, slopes)[1])
-        got = result.out[0][:, rows].astype(np.float64)
-        rounding = np.linalg.norm(got - own) / np.linalg.norm(own)
-        error = np.linalg.norm(got - alibi) / np.linalg.norm(alibi)
+        rounding = bench.error(result.out, bench.own_rows(case, drawn, method))
+        error = bench.error(result.out, alibi)
         call = schedule(q, k, v, method)
         columns = {name: [] for name in ("dense", "fwd", "loop", "floor", "vjp", "back")}
         for _ in range(args.repeat if not isinstance(method, plsh.Exact) else 3):
-            columns["dense"].append(timed(lambda: dense(q, k, v, slopes)))
+            columns["dense"].append(timed(lambda: dense(q, k, v)))
             columns["fwd"].append(timed(forward))
             columns["loop"].append(LOOPS[-1])
             visited = floor(call)

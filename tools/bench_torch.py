@@ -14,98 +14,24 @@ import argparse
 import functools
 import gc
 import platform
-import statistics
 import subprocess
 import sys
-import time
 
-import numpy as np
 import torch
 from plsh_torch._band import PAD
 from plsh_torch._call import Call
 from plsh_torch._scratch import Scratch
 from plsh_torch._threads import run as work_off
-from torch.nn import functional
 
 import plsh
-
-H, D = 8, 64
+from plsh import bench
 
 
 def inputs(n, dtype=torch.float32):
-    make = torch.Generator().manual_seed(0)
-    return [torch.randn(1, H, n, D, generator=make).to(dtype) for _ in range(3)]
+    return [torch.from_numpy(x).to(dtype) for x in bench.Case(n).inputs()[:3]]
 
 
-# --- peers ---
-
-
-def masked(n, slopes):
-    """SDPA with the dense ALiBi mask."""
-    at = torch.arange(n)
-    apart = (at[:, None] - at).float()
-    mask = (-slopes[:, None, None] * apart).masked_fill_((apart < 0), -torch.inf)[None]
-    return lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-def plain(n, slopes):
-    """Causal SDPA without a bias: another function, the dense floor."""
-    return lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def folded(n, slopes):
-    """Causal SDPA with ALiBi in one more dim: slope * j; the row's own term cancels."""
-    key = (slopes[:, None] * torch.arange(n) * D**0.5)[None, :, :, None]
-    one = torch.ones(1, H, n, 1)
-
-    def f(q, k, v):
-        wide = torch.cat([q, one], -1), torch.cat([k, key], -1), functional.pad(v, (0, 1))
-        return functional.scaled_dot_product_attention(*wide, is_causal=True, scale=D**-0.5)[
-            ..., :D
-        ]
-
-    return f
-
-
-def flex(n, slopes, windowed):
-    """FlexAttention, compiled; windowed at 16 sigma."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    widths = (16 / slopes).long()
-
-    def bias(score, b, h, i, j):
-        return score - slopes[h] * (i - j)
-
-    def dense(b, h, i, j):
-        return i >= j
-
-    def near(b, h, i, j):
-        return (i >= j) & (i - j <= widths[h])
-
-    mask = create_block_mask(near if windowed else dense, None, H, n, n, device="cpu")
-    run = torch.compile(flex_attention)
-    return lambda q, k, v: run(q, k, v, score_mod=bias, block_mask=mask)
-
-
-PEERS = {
-    "SDPA + mask": masked,
-    "SDPA, one more dim": folded,
-    "SDPA, no bias": plain,
-    "FlexAttention dense": lambda n, m: flex(n, m, False),
-    "FlexAttention window": lambda n, m: flex(n, m, True),
-}
-
-
-# --- measuring ---
-
-
-def timed(f):
-    """Seconds of a warm run: after the pause the processors wake at a call that is not timed."""
-    time.sleep(0.05)
-    f()
-    start = time.perf_counter()
-    f()
-    return time.perf_counter() - start
+PEERS = [peer for peer in bench.PEERS.values() if peer.kind == "torch"]
 
 
 def training(f, arrays):
@@ -120,46 +46,8 @@ def training(f, arrays):
 
 
 def in_turn(calls, repeat):
-    """Return the median time of each call, run in turn, after one warm run of each."""
-    for f in calls.values():
-        f()
-    times = {name: [] for name in calls}
-    for _ in range(repeat):
-        for name, f in calls.items():
-            times[name].append(timed(f))
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
-def exact_rows(arrays, rows, weight):
-    """Rows of attention in float64; weight(h, i) is the positional weight of keys 0..i."""
-    q, k, v = (x[0].double().numpy() for x in arrays)
-    out = np.empty((H, len(rows), D))
-    for h in range(H):
-        for r, i in enumerate(rows):
-            s = k[h, : i + 1] @ q[h, i] * D**-0.5
-            p = np.exp(s - s.max()) * weight(h, i)
-            out[h, r] = p @ v[h, : i + 1] / p.sum()
-    return out
-
-
-def weights(method, n, slopes):
-    """Return the exact weight and the method's own."""
-
-    def alibi(h, i):
-        return np.exp(-slopes[h] * np.arange(i, -1, -1))
-
-    if isinstance(method, plsh.Window):
-        widths = plsh.theory.window_width(slopes, method.tol)
-        return alibi, lambda h, i: alibi(h, i) * (np.arange(i, -1, -1) <= widths[h])
-    if isinstance(method, plsh.PositionalLSH):
-        family = plsh.RandomBinning(1 / slopes)
-        labels = family.sample(method.samples, n, sampler=method.sampler).labels()
-        return alibi, lambda h, i: (labels[h, :, : i + 1] == labels[h, :, i : i + 1]).mean(axis=0)
-    return alibi, alibi
-
-
-def error(got, want):
-    return np.linalg.norm(got - want) / np.linalg.norm(want)
+    """Return the median seconds of each call, run in turn and warm."""
+    return {name: t.seconds for name, t in bench.in_turn(calls, repeat).items()}
 
 
 def floors(arrays, method):
@@ -236,29 +124,24 @@ def peak(n, method):
 
 def against_peers(method, n, repeat, compiled):
     """Print times and errors of a method and of every peer, in turn."""
-    slopes, arrays = plsh.alibi_slopes(H), inputs(n)
-    rows = np.linspace(0, n - 1, 24).astype(int)
-    exact, own = weights(method, n, slopes)
-    alibi = exact_rows(arrays, rows, exact)
-    peers = {
-        name: make(n, torch.tensor(slopes, dtype=torch.float32))
-        for name, make in PEERS.items()
-        if compiled or not name.startswith("Flex")
-    }
+    case, arrays = bench.Case(n), inputs(n)
+    drawn = case.inputs()
+    alibi = bench.exact_rows(case, drawn)
+    peers = {peer.name: peer.make(case) for peer in PEERS if compiled or not peer.compiled}
     for name, f in peers.items():
-        off = error(f(*arrays)[0][:, rows].double().numpy(), alibi)
+        off = bench.error(f(*arrays).numpy(), alibi)
         print(f"  {name}: error against ALiBi {off:.1e}")
 
     def ours(q, k, v):
         return plsh.attention(q, k, v, method=method, causal=True, backend="torch")
 
-    got = ours(*arrays)[0][:, rows].double().numpy()
-    rounding = error(got, exact_rows(arrays, rows, own))
-    print(f"{method!r}: rounding {rounding:.1e}, error against ALiBi {error(got, alibi):.1e}")
+    got = ours(*arrays).numpy()
+    rounding = bench.error(got, bench.own_rows(case, drawn, method))
+    print(f"{method!r}: rounding {rounding:.1e}, error against ALiBi {bench.error(got, alibi):.1e}")
     bare = floors(arrays, method)
     forward = {name: lambda f=f: f(*arrays) for name, f in peers.items()}
     forward |= {"plsh": lambda: ours(*arrays), "floor": bare[0]}
-    both = {name: training(f, arrays) for name, f in peers.items() if not name.startswith("Flex")}
+    both = {p.name: training(peers[p.name], arrays) for p in PEERS if not p.compiled}
     both |= {"plsh": training(ours, arrays), "floor": bare[1]}
     for what, calls in (("fwd", forward), ("fwd+bwd", both)):
         t = in_turn(calls, repeat)
@@ -318,7 +201,7 @@ def main():
     gc.disable()  # as timeit does: compilers leave many objects to go through
     torch.set_num_threads(args.threads)  # of this process, peers alike
     print(f"{platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
-    print(f"causal, B=1, H={H}, D={D}, float32, standard slopes, n={args.length}", flush=True)
+    print(f"causal, B=1, H=8, D=64, float32, standard slopes, n={args.length}", flush=True)
     for name, method in METHODS.items():
         if name in wanted:
             repeat = args.repeat if name != "exact" else 2

@@ -1,7 +1,7 @@
 """What a user would take instead: each library's own ways to causal or symmetric ALiBi.
 
-Each is written as well as its library lets one, bias and masks made before the clock starts, and
-runs on the arrays, device and threads that plsh runs on.
+Each is written as well as its library lets one, masks made before the clock starts where that is
+faster, and runs on the arrays, device and threads that plsh runs on.
 """
 
 import importlib.util
@@ -180,11 +180,11 @@ def _jax_bias(case: Case) -> Callable[..., Array]:
     import jax
     import jax.numpy as jnp
 
-    at = jnp.arange(case.length)
-    apart = jnp.abs(at[:, None] - at).astype(case.dtype)
-    bias = -(jnp.asarray(case.slopes, case.dtype)[:, None, None] * apart)[None]
-
     def forward(q: Array, k: Array, v: Array) -> Array:
+        # Made inside, where XLA fuses it: as a constant of the program it takes a third longer.
+        at = jnp.arange(case.length)
+        apart = jnp.abs(at[:, None] - at).astype(case.dtype)
+        bias = -(jnp.asarray(case.slopes, case.dtype)[:, None, None] * apart)[None]
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
         out = jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=case.causal)
         return out.swapaxes(1, 2)
