@@ -1,5 +1,6 @@
 """`plsh.bench` and ``plsh bench``: peers are right, times are synchronised, figures are honest."""
 
+import ast
 import csv
 import io
 import json
@@ -201,10 +202,20 @@ def test_floor_runs_on_each_library(kind):
     bench.floor(plsh.Window(tol=1e-2), case, harness_for(kind))()
 
 
+PEAK = """
+import numpy as np
+from plsh import bench
+print(bench.host_peak(lambda: np.ones((64 << 20) // 8).sum()))
+"""
+
+
 def test_host_peak_sees_what_a_call_holds_for_a_moment():
-    size = 64 << 20
-    peak = bench.host_peak(lambda: np.ones(size // 8).sum())
-    assert peak is None or size * 0.9 < peak < size * 1.5
+    # The mark is the process's: here a thread of an earlier test could end, and free its scratch.
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK], check=True, capture_output=True, text=True, timeout=120
+    )
+    found = ast.literal_eval(done.stdout)
+    assert found is None or (64 << 20) * 0.9 < found < (64 << 20) * 1.5
     assert bench.device_peak(lambda: None) in (None, 0)
 
 

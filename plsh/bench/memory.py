@@ -9,8 +9,9 @@ from collections.abc import Callable
 def host_peak(call: Callable[[], object]) -> int | None:
     """Return the bytes by which resident memory rises during a call; None where nobody counts.
 
-    Linux keeps the mark and resets it by ``/proc/self/clear_refs``. The result of the call and what
-    a library keeps for its next call count; memory that it kept from an earlier call does not.
+    Linux keeps the mark, of the whole process, and resets it by ``/proc/self/clear_refs``. The
+    result of the call and what a library keeps for its next call count; memory that it kept from
+    an earlier call does not, and what a thread frees meanwhile hides some.
     """
     gc.collect()  # or what others left behind may be freed within the call, and hide its memory
     try:
