@@ -51,6 +51,14 @@ def as_int(x: Any) -> int | None:
         return None
 
 
+def as_python(x: Any) -> Any:
+    """Return the values of an array or a scalar of a library as Python numbers, else `x` itself.
+
+    A plain number goes through untouched, so that ``torch.compile`` may keep it symbolic.
+    """
+    return x if isinstance(x, int | float) or not hasattr(x, "tolist") else x.tolist()
+
+
 def kind(x: object) -> str:
     """Name an array's library: numpy, torch, jax, cupy or array-api; "" if it is no array."""
     # torch.compile can walk the bases neither of these nor of builtin types.

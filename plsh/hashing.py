@@ -268,7 +268,7 @@ class Cuts:
 
 def _parameter(name: str, value: Any, low: float, *, infinite: bool) -> Any:
     """Return a parameter as a float or a tuple of floats (one per head), checked."""
-    values = value.tolist() if hasattr(value, "tolist") else value
+    values = compat.as_python(value)
     if isinstance(values, Sequence) and not isinstance(values, str | bytes):
         checked = tuple(_parameter(name, v, low, infinite=infinite) for v in values)
         if any(isinstance(v, tuple) for v in checked):

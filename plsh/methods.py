@@ -26,7 +26,6 @@ from .weights import UNLIMITED, DecayWeight, StepWeight, TableWeight, Weight
 __all__ = ["Exact", "Method", "PositionalLSH", "Window"]
 
 DEFAULT_TOL = 1e-6
-_FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,11 +291,12 @@ def _float32(x: float) -> float:
     """Round a float >= 0 to float32, half to even; arithmetic that compilers can fold."""
     mantissa, exponent = math.frexp(x)
     unit = max(exponent - 24, -149)
-    return min(math.ldexp(round(math.ldexp(mantissa, exponent - unit)), unit), _FLOAT32_MAX)
+    largest = (2.0 - 2.0**-23) * 2.0**127  # compilers that vary floats would vary a module's own
+    return min(math.ldexp(round(math.ldexp(mantissa, exponent - unit)), unit), largest)
 
 
 def _check_width(width: Any) -> int | tuple[int, ...]:
-    values = width.tolist() if hasattr(width, "tolist") else width
+    values = compat.as_python(width)
     if isinstance(values, Sequence) and not isinstance(values, str | bytes):
         checked = tuple(_check_width(w) for w in values)
         if any(isinstance(w, tuple) for w in checked):
@@ -311,7 +311,7 @@ def _check_width(width: Any) -> int | tuple[int, ...]:
 
 
 def _check_tol(tol: Any) -> float:
-    value = tol.item() if getattr(tol, "ndim", 1) == 0 else tol
+    value = compat.as_python(tol)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"tol must be a number, got {tol!r}")
     if not 0 < value < 1:

@@ -158,14 +158,14 @@ def check_scale(scale: Any, head_dim: int, dtype: str) -> float:
             "multiply q by it and pass scale=1.0"
         )
     _check_concrete("scale", scale)
-    value = scale.item() if hasattr(scale, "item") and np.ndim(scale) == 0 else scale
+    value = compat.as_python(scale)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"scale must be a number, got {scale!r}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
+    if not -math.inf < number < math.inf:  # comparisons stay symbolic under torch.compile
         raise ValueError(f"scale must be finite, got {number}")
     if dtype != "float64" and abs(number) > _FLOAT32_MAX:
         raise ValueError(f"scale must be in the range of float32 for {dtype}, got {number}")
@@ -216,7 +216,9 @@ def _check_slope_shape(shape: tuple[int, ...], batch: int | None, heads: int) ->
 
 def is_number(x: Any) -> bool:
     """Whether `x` is one number: a Python number, a NumPy scalar, or a 0-d array."""
-    return not isinstance(x, Sequence) and getattr(x, "ndim", 0) == 0
+    return isinstance(x, int | float) or (
+        not isinstance(x, Sequence) and getattr(x, "ndim", 0) == 0
+    )
 
 
 def _check_concrete(name: str, value: Any) -> None:

@@ -200,6 +200,21 @@ def test_unmarked_lengths_recompile_once():
     assert frames.frame_count == 2
 
 
+@pytest.mark.parametrize("method", ["exact", plsh.Window(tol=0.01), plsh.PositionalLSH(3, seed=1)])
+def test_dynamic_numbers_pass_the_checks(method):
+    """``dynamic=True`` makes floats symbolic, which have no attributes, and a module's too."""
+    frames = CompileCounter()
+
+    def f(q, k, v, slope, tol):
+        given = plsh.Window(tol=tol) if isinstance(method, plsh.Window) else method
+        return call(q, k, v, method=given, slopes=slope, scale=slope, q_offset=1, causal=True)
+
+    run = torch.compile(f, fullgraph=True, dynamic=True, backend=frames)
+    for n in (33, 64, 99):
+        torch.testing.assert_close(run(*tensors(n=n), 0.25, 0.01), f(*tensors(n=n), 0.25, 0.01))
+    assert frames.frame_count <= 2
+
+
 def test_decoding_step_recompiles_once():
     """A growing q_offset is an operand: it becomes symbolic, as lengths do."""
     frames = CompileCounter()
