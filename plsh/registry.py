@@ -102,7 +102,7 @@ def register_backend(backend: Backend) -> None:
     ----------
     backend : Backend
         An object with the methods of `plsh.backend.Backend`. Installed packages use an entry point
-        of group ``plsh.backends`` instead.
+        of group ``plsh.backends`` instead; what such an entry point gives may be registered again.
 
     Raises
     ------
@@ -124,9 +124,10 @@ def register_backend(backend: Backend) -> None:
     """
     _check_backend(backend, None)
     held = _REGISTRY.get(backend.name)
-    if held is not None and held.backend is not backend:
+    if held is None:
+        _REGISTRY[backend.name] = _Entry(backend=backend)
+    elif held.load() is not backend:
         raise ValueError(f"backend {backend.name!r} is registered already; take another name")
-    _REGISTRY[backend.name] = _Entry(backend=backend)
 
 
 def _check_backend(backend: object, expected: str | None) -> None:
