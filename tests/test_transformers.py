@@ -180,15 +180,18 @@ def test_packed_positions_that_the_library_overlooks_are_refused():
         model(tokens(1), position_ids=positions, use_cache=True)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_activation_checkpointing_changes_no_gradient(name):
+def test_activation_checkpointing_changes_no_gradient(name, reentrant):
     model = interface_model(name=name).train()
     found = []
     for _ in range(2):
         model.zero_grad()
         model(tokens(), labels=tokens(), use_cache=False).loss.backward()
         found.append([p.grad.clone() for p in model.parameters()])
-        model.activation_checkpointing_enable()
+        model.activation_checkpointing_enable(
+            activation_checkpointing_kwargs={"use_reentrant": reentrant}
+        )
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -269,6 +272,21 @@ def test_a_switched_native_model_equals_eager(family, heads):
         assert torch.equal(generate(model, cases[1][0], attention_mask=cases[1][1]), text)
     on_plsh.switch(model, None)
     assert torch.equal(logits(model, tokens()), want[0])
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_under_autocast_a_native_model_errs_no_more_than_eager(family):
+    """In bfloat16, against eager in float32."""
+    model = native_model(family)
+    want = logits(model, tokens())
+    errors = []
+    for method in (None, "exact"):
+        on_plsh.switch(model, method)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = logits(model, tokens())
+        assert got.dtype == torch.bfloat16
+        errors.append((got - want).norm() / want.norm())
+    assert 0 < errors[1] < 1.5 * errors[0], errors
 
 
 def test_a_native_model_keeps_the_slopes_of_its_own_bias():
