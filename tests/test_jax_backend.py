@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import plsh_jax._call as call_module
+import plsh_jax._program as program_module
 import plsh_jax._spread as spread
 import plsh_jax._tiling as tiling
 import pytest
@@ -41,7 +42,7 @@ def one_of(first, *others):
 
 @pytest.fixture(autouse=True, scope="module")
 def small():
-    """Cut short calls into many tiles, chunks and segments."""
+    """Cut short calls into many tiles and chunks."""
     with pytest.MonkeyPatch.context() as patch:
         use_small(patch)
         yield
@@ -49,8 +50,7 @@ def small():
 
 def use_small(monkeypatch, platform=SMALL):
     monkeypatch.setattr(spread, "PLATFORMS", {"cpu": platform})
-    monkeypatch.setattr(tiling, "_SEGMENT", 32)
-    call_module._program.cache_clear()
+    program_module.program_of.cache_clear()
     monkeypatch.setattr(
         call_module, "_run", jax.jit(call_module._run.__wrapped__, static_argnums=0)
     )
@@ -141,7 +141,7 @@ def gradients(**keywords):
 
 @pytest.mark.parametrize("method", one_of("window", "lsh"))
 def test_heads_and_rows_side_by_side_equal_one_by_one(method, monkeypatch):
-    q, k, v = (jnp.asarray(x) for x in inputs(70))
+    q, k, v = (jnp.asarray(x) for x in inputs(70, kv_heads=2))
     given = {"method": method, "causal": True, "q_offset": (3, 9), "k_offset": 2}
     alone = attend(q, k, v, **given)
     use_small(monkeypatch, TOGETHER)
@@ -294,6 +294,16 @@ def test_other_seeds_slopes_and_offsets_compile_nothing():
     for at, slope in ((4, 0.3), (9, 0.7)):
         plsh.attention(q, k, v, method=plsh.Window(5), slopes=slope, q_offset=at, k_offset=0)
     assert call_module._run._cache_size() <= programs + 2
+
+
+def test_programs_are_forgotten_before_there_are_too_many(monkeypatch):
+    """Each maps memory, until the process may not: some 200 lengths with gradients crashed it."""
+    monkeypatch.setattr(call_module, "PROGRAMS", 2)
+    kept = []
+    for n in (1, 16, 64, 1):
+        attend(*(jnp.asarray(x) for x in inputs(n)))
+        kept.append(call_module._run._cache_size())
+    assert max(kept) <= 2
 
 
 def test_float32_products_are_pinned_to_float32():

@@ -16,7 +16,7 @@ from planted import Mutant, call, compile_afresh, new_package
 from test_jax_backend import Forward
 
 HERE = Path(plsh_jax.__file__).parent
-FILES = ("_weights", "_steps", "_band", "_call")
+FILES = ("_weights", "_steps", "_band", "_program", "_heads", "_call")
 """The modules that mutate, each after those that it imports."""
 
 
@@ -24,7 +24,7 @@ ORACLE = "test_call_equals_oracle"
 HIDDEN = "test_a_hidden_key_far_above_the_visible_ones_empties_no_row"
 ONE = {"heads": (1, 1), "batch": 1}
 EXACT = {"call": Forward("exact", lengths=(33, 33), dtype="float32", causal=True, **ONE)}
-HEADS = {"call": Forward("exact", lengths=(9, 9), dtype="float32", heads=(2, 2), batch=1)}
+HEADS = {"call": Forward("exact", lengths=(33, 33), dtype="float32", heads=(2, 1), batch=1)}
 WINDOW = {"call": Forward("window", lengths=(64, 64), dtype="float32", **ONE)}
 LSH = {"call": Forward("lsh", lengths=(64, 64), dtype="float32", **ONE)}
 LSH_CROSS = {"call": Forward("lsh", lengths=(40, 64), dtype="float32", **ONE)}
@@ -57,7 +57,8 @@ MUTANTS = [
     Mutant("missing keys seen", "_band", "(y >= 0) & (y < len_k)", "(y >= 0)", ORACLE, CROSS),
     Mutant("segments ignored", "_band", "seen=pairs.seen & same", "seen=pairs.seen",
            ORACLE, CROSS),
-    Mutant("dead rows divided", "_band", "alive = total > 0", "alive = total >= 0",
+    Mutant("dead rows divided", "_band",
+           "alive = total > 0 if real is None else (total > 0) & real", "alive = total >= 0",
            "test_rows_that_see_no_key_are_zero_and_have_no_gradient", {"method": "exact"}),
     Mutant("no first pass", "_band", "shift = jnp.where(large, shift, 0)", "shift = 0 * shift",
            HIDDEN, {"method": "exact"}),
@@ -66,16 +67,21 @@ MUTANTS = [
            {"method": "exact"}),
     Mutant("shift left out of the lse", "_band", "jnp.log(safe) + shift", "jnp.log(safe)",
            HIDDEN, {"method": "exact"}),
-    Mutant("normaliser forgotten", "_call", "lse - math.log(program.samples)", "lse", ORACLE, LSH),
-    Mutant("wrong key head", "_call", "tuple(h[0] // group for h in heads)",
-           "tuple(0 for h in heads)", ORACLE, HEADS),
-    Mutant("padding copied", "_call", "jnp.where(real_k[:, None, :, None], x, 0)", "x",
+    Mutant("normaliser forgotten", "_heads", "lse - math.log(program.samples)", "lse", ORACLE, LSH),
+    Mutant("wrong key head", "_program", "tuple(h[0] // group for h in heads)",
+           "tuple(0 for h in heads)",
+           "test_heads_and_rows_side_by_side_equal_one_by_one", {"method": "window"}),
+    Mutant("weight of another head", "_heads", "place[h] = number, at",
+           "place[h] = number, (at[0], 0)", ORACLE, HEADS),
+    Mutant("window of keys off by one", "_band", "at = first - origin", "at = first - origin + 1",
+           ORACLE, WINDOW),
+    Mutant("padding copied", "_heads", "jnp.where(real_k, v, 0)", "v",
            "test_what_stands_in_padding_reaches_nothing", {"method": "exact"}),
     Mutant("jit bakes an offset in", "_call", "offset.astype(jnp.int32)",
            "jnp.zeros_like(offset, jnp.int32)", "test_traced_offsets_equal_known_ones",
            {"method": "exact"}),
-    Mutant("derivative stopped", "_band", "sums(own._replace(shift=shift), keys",
-           "sums(jax.tree.map(lax.stop_gradient, own._replace(shift=shift)), keys",
+    Mutant("derivative stopped", "_band", "own, keys = lay(q, k, v, weight)",
+           "own, keys = jax.tree.map(lax.stop_gradient, lay(q, k, v, weight))",
            "test_forward_derivatives_are_differences", {"method": "exact"}),
 ]  # fmt: skip
 QUICK = ("width", "next", "one key past", "segments", "no first pass", "shift from hidden")

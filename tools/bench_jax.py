@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from plsh_jax import _call
+from plsh_jax._heads import weight_of
 from plsh_jax._weights import visits
 
 import plsh
@@ -78,13 +79,13 @@ def visited(call):
     ((program, given),) = found
     shapes = []
     for number, own in enumerate(program.classes):
-        tiling, weight = own.tiling, _call._weight(program, own, number, given)[0]
+        tiling, weight = own.tiling, weight_of(program, own, number, given)[0]
         steps = 0
         for at in np.ndindex(len(own.heads), len(own.heads[0])):
             head = jax.tree.map(lambda x, at=at: jnp.asarray(x)[at], weight)
             blocks = visits(tiling, program.causal, head, given.ahead, given.lengths[1])
             steps += sum(int(x.sum()) for x in blocks)
-            shapes.append((tiling.segments * tiling.chunks, tiling.tiles, tiling.rows, tiling.rows))
+            shapes.append((tiling.chunks, tiling.tiles, tiling.rows, tiling.rows))
         shapes.append((steps, tiling.tiles, tiling.rows, tiling.columns))
     return shapes
 

@@ -11,7 +11,7 @@ row's lse, from a first pass over its visible pairs. Neither carries a derivativ
 not depend on it.
 """
 
-import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,9 +32,19 @@ class Plan(NamedTuple):
 
     tiling: Tiling
     causal: bool
-    factor: float
-    """Of the products q k; q is scaled by a power of two already."""
+    scale: float
+    dtype: Any
+    """Of logits and sums."""
     precision: Any
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """Of q and of the products q k.
+
+        Scaled by the power of two within, q keeps its digits: what is exact in bfloat16 stays so.
+        """
+        mantissa, exponent = math.frexp(self.scale)
+        return math.ldexp(1.0, exponent - 1), 2 * mantissa
 
 
 class Keys(NamedTuple):
@@ -64,41 +74,60 @@ Fold = Callable[[Any, Own, Keys, Any, int], Any]
 def attend_head(
     plan: Plan,
     q: Any,
+    k: Any,
+    v: Any,
     ids: Any,
-    keys: Keys,
     weight: Decay | Steps,
     visits: tuple[Any, Any],
     ahead: Any,
     len_k: Any,
     large: Any,
     any_large: Any,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, Any]:
     """Attend from the queries ``(Nq, D)`` of a head to its keys.
 
-    Returns the sums of P v ``(Nq, Dv)`` over those of P, and the log of the latter ``(Nq,)``, -inf
-    in a row that sees no key. `large` says that the logits of this head are not bounded,
-    `any_large` that those of one that runs beside it are not.
+    Returns for each row the sum of P ``(Nq,)``, that of P v ``(Nq, Dv)``, and the shift ``(Nq,)``.
+    `large` says that the logits of this head are not bounded, `any_large` that those of one that
+    runs beside it are not.
     """
-    tiling = plan.tiling
-    own = _by_chunk(tiling, q, ids, weight, visits, ahead)
-    free: tuple[Own, Keys] = jax.tree.map(lax.stop_gradient, (own, keys))
-    zero = _zero(free, q.dtype)
+    tiling, size = plan.tiling, q.shape[0]
+
+    def lay(q: Any, k: Any, v: Any, weight: Decay | Steps) -> tuple[Own, Keys]:
+        q = _pad(q.astype(plan.dtype) * plan.scales[0], 0, tiling.queries - size)
+        own_ids, key_ids = (None, (None, None)) if ids is None else (ids[0][0], ids[1])
+        own_ids = None if own_ids is None else _pad(own_ids, 0, tiling.queries - size)
+        keys = Keys(k.astype(plan.dtype), v.astype(plan.dtype), *key_ids)
+        return _by_chunk(tiling, q, own_ids, weight, visits, ahead), keys
+
+    free: tuple[Own, Keys] = jax.tree.map(lax.stop_gradient, lay(q, k, v, weight))
+    zero = _zero(free, plan.dtype)
     shift = lax.cond(
         any_large,
         lambda: _shift(plan, *free, len_k, zero),
-        lambda: jnp.broadcast_to(zero, own.shift.shape),
+        lambda: jnp.broadcast_to(zero, free[0].shift.shape),
     )
     shift = jnp.where(large, shift, 0)
-    sums = jax.checkpoint(functools.partial(_sums, plan), prevent_cse=False)
-    total, out = sums(own._replace(shift=shift), keys, len_k, zero)
-    total, shift, out = (x.reshape(tiling.queries, *x.shape[3:]) for x in (total, shift, out))
-    if ids is not None:  # a padding row sees nothing
-        total = jnp.where(ids[1], total, 0)
-        out = jnp.where(ids[1][:, None], out, 0)
-    alive = total > 0
+
+    def sums(q: Any, k: Any, v: Any, weight: Decay | Steps) -> tuple[Any, Any]:
+        own, keys = lay(q, k, v, weight)
+        return _sums(plan, own._replace(shift=shift), keys, len_k, zero)
+
+    total, out = jax.checkpoint(sums, prevent_cse=False)(q, k, v, weight)
+    total, out, shift = (
+        x.reshape(tiling.queries, *x.shape[3:])[:size] for x in (total, out, shift)
+    )
+    return total, out, shift
+
+
+def finish(total: Any, out: Any, shift: Any, real: Any) -> tuple[Any, Any]:
+    """Return what the sums of rows come to, and its lse; 0 and -inf in a row that sees no key.
+
+    `real` says which queries are not padding, or is None.
+    """
+    alive = total > 0 if real is None else (total > 0) & real
     safe = jnp.where(alive, total, 1)
     lse = jnp.where(alive, jnp.log(safe) + shift, -jnp.inf)
-    return out / safe[:, None], lse
+    return jnp.where(alive[:, None], out / safe[:, None], 0), lse
 
 
 def _sums(plan: Plan, own: Own, keys: Keys, len_k: Any, zero: Any) -> tuple[Any, Any]:
@@ -168,8 +197,8 @@ def _scores(plan: Plan, own: Own, block: Keys, y: Any, side: int, len_k: Any) ->
         factor = None if pairs.factor is None else jnp.where(same, pairs.factor, 0)
         pairs = pairs._replace(seen=pairs.seen & same, factor=factor)
     s = _dot(own.q, block.k, (2, 2), plan.precision)
-    if plan.factor != 1:
-        s = s * plan.factor
+    if plan.scales[1] != 1:
+        s = s * plan.scales[1]
     return (s if pairs.bias is None else s + pairs.bias), pairs
 
 
@@ -183,11 +212,11 @@ def _by_chunk(
     tiling: Tiling, q: Any, ids: Any, weight: Decay | Steps, visits: Any, ahead: Any
 ) -> Own:
     """Lay out what the chunks have of their own, with a leading axis of chunks."""
-    count, shape = tiling.segments * tiling.chunks, (tiling.tiles, tiling.rows)
+    count, shape = tiling.chunks, (tiling.tiles, tiling.rows)
     x = ahead + tiling.rows * jnp.arange(count * tiling.tiles, dtype=jnp.int32)
     return Own(
         q.reshape(count, *shape, q.shape[-1]),
-        None if ids is None else ids[0].reshape(count, *shape),
+        None if ids is None else ids.reshape(count, *shape),
         jnp.zeros((count, *shape), q.dtype),
         x.reshape(count, tiling.tiles),
         weight.by_chunk(tiling),
@@ -197,109 +226,62 @@ def _by_chunk(
 
 def _walk(tiling: Tiling, own: Own, keys: Keys, fold: Fold, start: Any) -> Any:
     """Fold every chunk over the blocks that it visits; results have a leading axis of chunks."""
+    size, rows, width = keys.k.shape[0], tiling.rows, tiling.columns
+    before, after = rows, max(tiling.left * width, size + rows) - size
     if tiling.banded:
-        return _walk_band(tiling, own, keys, fold, start)
-    size, width = keys.k.shape[0], tiling.columns
-    # A decay knows its pairs wherever they lie; steps count those of the diagonal by themselves.
-    has_diagonal = isinstance(own.weight, Steps)
-    blocks = jax.tree.map(
-        lambda x: _pad(x, 0, tiling.left * width - size).reshape(
-            tiling.left, 1, width, *x.shape[1:]
-        ),
-        keys,
-    )
-    # The diagonal of a tile that overlaps no key is clamped, and then hidden as such.
-    padded = jax.tree.map(lambda x: _pad(x, tiling.rows, tiling.rows), keys)
+        before, after = tiling.left * width, tiling.queries + tiling.right * width - size
+    keys = jax.tree.map(lambda x: _pad(x, before, after), keys)
+    fold = jax.checkpoint(fold, prevent_cse=False, static_argnums=4)
 
     def chunk(_: Any, own: Own) -> tuple[None, Any]:
-        diagonal = None
-        if has_diagonal:
-            at = jnp.clip(own.x[0] + tiling.rows, 0, size + tiling.rows)
-            diagonal = jax.tree.map(
-                lambda x: lax.dynamic_slice_in_dim(x, at, tiling.rows)[None], padded
-            )
-        sides = ((ANYWHERE, blocks, own.left),)
-        return None, _visit(tiling, own, diagonal, sides, fold, start)
+        near, origin = keys, -before  # its position
+        if tiling.banded:  # gradients by keys are summed within what the chunk reaches
+            origin = own.x[0] - before
+            reach = tiling.chunk + before + tiling.right * width
+            near = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, own.x[0], reach), keys)
+
+        def window(first: Any, columns: int) -> Keys:
+            """Return ``(tiles, columns, …)``: for tile t the keys from ``first + t * rows`` on."""
+            at = first - origin
+
+            def tiles(x: Any) -> Any:
+                if tiling.tiles == 1:
+                    return lax.dynamic_slice_in_dim(x, at, columns)[None]
+                x = lax.dynamic_slice_in_dim(x, at, tiling.chunk + columns - rows)
+                shape = (tiling.tiles, rows, *x.shape[1:])
+                parts = (x[i : i + tiling.chunk].reshape(shape) for i in range(0, columns, rows))
+                return jnp.concatenate(list(parts), axis=1)
+
+            found: Keys = jax.tree.map(tiles, near)
+            return found
+
+        state = start
+        # A decay knows its pairs wherever they lie; steps count the diagonal's by themselves.
+        if tiling.banded or isinstance(own.weight, Steps):
+            # Where a tile overlaps no key, what stands there is hidden.
+            first = own.x[0] if tiling.banded else jnp.clip(own.x[0], -rows, size)
+            state = fold(state, own, window(first, rows), own.x, DIAGONAL)
+        for side, wanted in ((LEFT if tiling.banded else ANYWHERE, own.left), (RIGHT, own.right)):
+            if not wanted.size:
+                continue
+
+            def step(state: Any, xs: Any, side: int = side) -> tuple[Any, None]:
+                wanted, number = xs
+                y = first_keys(tiling, own.x, side, number)
+                block = window(y[0], width)
+                visited = lax.cond(
+                    wanted,
+                    lambda state: fold(state, own, block, y, side),
+                    lambda state: state,
+                    state,
+                )
+                return visited, None
+
+            numbers = jnp.arange(wanted.shape[0], dtype=jnp.int32)
+            state = lax.scan(jax.checkpoint(step, prevent_cse=False), state, (wanted, numbers))[0]
+        return None, state
 
     return lax.scan(jax.checkpoint(chunk, prevent_cse=False), None, own)[1]
-
-
-def _walk_band(tiling: Tiling, own: Own, keys: Keys, fold: Fold, start: Any) -> Any:
-    """As `_walk`, where key i has the position of query i.
-
-    Each segment of queries has a copy of the keys in its reach, less than twice or (not causal)
-    three times the keys in all: gradients by keys are then summed within a segment, and the cost of
-    a chunk does not grow with the length.
-    """
-    before, after = tiling.left * tiling.columns, tiling.right * tiling.columns
-    size = tiling.chunk * tiling.chunks  # queries of a segment
-
-    def segments(x: Any) -> Any:
-        x = _pad(x, before, tiling.queries + after - x.shape[0])
-        ends = size + before + after
-        return jnp.stack([x[s * size : s * size + ends] for s in range(tiling.segments)])
-
-    def tiles(x: Any, begin: int, blocks: int, columns: int) -> Any:
-        """Return ``(blocks, tiles, columns, …)`` from the keys of a chunk."""
-        if tiling.tiles == 1:
-            return x[begin : begin + blocks * columns].reshape(blocks, 1, columns, *x.shape[1:])
-        # Windows of neighbouring tiles, one block each, overlap.
-        rows, parts = tiling.rows, range(begin, begin + columns, tiling.rows)
-        shape = (tiling.tiles, rows, *x.shape[1:])
-        found = [x[at : at + tiling.chunk].reshape(shape) for at in parts]
-        return jnp.concatenate(found, axis=1)[None]
-
-    def segment(_: Any, xs: Any) -> tuple[None, Any]:
-        own, keys = xs
-
-        def chunk(_: Any, xs: Any) -> tuple[None, Any]:
-            own, number = xs
-            width = tiling.chunk + before + after
-            near = jax.tree.map(
-                lambda x: lax.dynamic_slice_in_dim(x, number * tiling.chunk, width), keys
-            )
-            columns = tiling.columns
-            left = jax.tree.map(lambda x: tiles(x, 0, tiling.left, columns), near)
-            sides = [(LEFT, left, own.left)]
-            if tiling.right:
-                begin = before + tiling.rows
-                right = jax.tree.map(lambda x: tiles(x, begin, tiling.right, columns), near)
-                sides.append((RIGHT, right, own.right))
-            diagonal = jax.tree.map(lambda x: tiles(x, before, 1, tiling.rows)[0], near)
-            return None, _visit(tiling, own, diagonal, sides, fold, start)
-
-        numbers = jnp.arange(tiling.chunks, dtype=jnp.int32)
-        return None, lax.scan(jax.checkpoint(chunk, prevent_cse=False), None, (own, numbers))[1]
-
-    shape = (tiling.segments, tiling.chunks)
-    own = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), own)
-    found = lax.scan(segment, None, (own, jax.tree.map(segments, keys)))[1]
-    count = tiling.segments * tiling.chunks
-    return jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), found)
-
-
-def _visit(
-    tiling: Tiling, own: Own, diagonal: Keys | None, sides: Any, fold: Fold, start: Any
-) -> Any:
-    """Fold one chunk over its diagonal, if there is one, and the blocks to visit of each side."""
-    fold = jax.checkpoint(fold, prevent_cse=False, static_argnums=4)
-    state = start if diagonal is None else fold(start, own, diagonal, own.x, DIAGONAL)
-    for side, blocks, wanted in sides:
-
-        def step(state: Any, xs: Any, side: int = side) -> tuple[Any, None]:
-            block, wanted, number = xs
-            y = first_keys(tiling, own.x, side, number)
-            visited = lax.cond(
-                wanted,
-                lambda state: fold(state, own, block, y, side),
-                lambda state: state,
-                state,
-            )
-            return visited, None
-
-        numbers = jnp.arange(wanted.shape[0], dtype=jnp.int32)
-        state = lax.scan(step, state, (blocks, wanted, numbers))[0]
-    return state
 
 
 def _pad(x: Any, before: int, after: int) -> Any:

@@ -1,69 +1,25 @@
-"""A request as one jitted program: classes of heads of equal tiling, each mapped over the kernel.
-
-What is static about a program is a hashable `Program`; everything else reaches it as arrays, so
-that other seeds, slopes, offsets and lengths of the same rung run without compiling.
-"""
+"""A request as one jitted program and its operands."""
 
 import functools
-import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from plsh.backend import AttentionOutput, Request, Static
+from plsh.backend import AttentionOutput, Request
 from plsh.weights import DecayWeight, StepWeight, TableWeight
 
-from ._band import Keys, Plan, attend_head
-from ._spread import Spread, fit, over, spread_of
-from ._steps import bounds, recipe_steps, table_steps
-from ._tiling import Tiling
-from ._weights import Decay, Steps, visits
+from ._heads import attend_all
+from ._program import Given, Program, program_of
+from ._spread import fit, spread_of
+from ._steps import bounds, recipe_steps
 
-UNBOUNDED = {"float32": (27.0, 1e-12, 1e12), "float64": (300.0, 1e-100, 1e100)}
-"""Logits within need no shift, if the largest value lies between the other two, or is 0."""
+PROGRAMS = 128
+"""Kept at a time. With its derivatives each maps some 300 pieces of memory, of which Linux grants
+65530 to a process; the compiler crashes without."""
 
-
-class Class(NamedTuple):
-    """Heads of one tiling: `heads` holds for each key head of `keys` those that read it."""
-
-    tiling: Tiling
-    heads: tuple[tuple[int, ...], ...]
-    keys: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """What is static about a program."""
-
-    classes: tuple[Class, ...]
-    dtype: str
-    causal: bool
-    scale: float
-    samples: int
-    table_start: int
-    one_by_one: bool
-    self_seeing: bool
-    """Whether each token that is not padding is both a query and a key."""
-    placed: tuple[Any, ...] | None
-    """The mesh axes of B, H and N of q, where they are explicit."""
-
-
-class Given(NamedTuple):
-    """The operands of a program besides q, k, v; those that a call lacks are None."""
-
-    slopes: Any  # (H,) or (B, H)
-    widths: Any  # (H,)
-    steps: Any  # for each class
-    labels: Any  # (H or 1, s, n)
-    q_start: Any  # (), or (B,)
-    k_start: Any
-    ahead: Any  # q_start - k_start
-    lengths: tuple[Any, Any]
-    ids: Any  # (ids, whether not padding) of queries and of keys
+_made: list[Program] = []  # since they were last forgotten
 
 
 def attend(q: Any, k: Any, v: Any, request: Request) -> AttentionOutput:
@@ -84,7 +40,7 @@ def attend(q: Any, k: Any, v: Any, request: Request) -> AttentionOutput:
     )
     self_seeing = aligned and lengths[0] == lengths[1] and (ids is None or ids[0] is ids[1])
     reach = bounds(weight, arrays.labels)
-    program = _program(static, sizes, reach, aligned, self_seeing, spread)
+    program = program_of(static, sizes, reach, aligned, self_seeing, spread)
     decay, table = isinstance(weight, DecayWeight), isinstance(weight, TableWeight)
     given = Given(
         _slopes(arrays.slopes, acc),
@@ -100,6 +56,10 @@ def attend(q: Any, k: Any, v: Any, request: Request) -> AttentionOutput:
         None if ids is None else _segments(ids, sizes),
     )
     q, k, v = (fit(x, n, 2) for x, n in zip((q, k, v), (sizes[0], sizes[1], sizes[1]), strict=True))
+    if spread.eager and len(_made) >= PROGRAMS:
+        forget: Any = _run
+        forget.clear_cache()
+        _made.clear()
     out, lse = _run(program, q, k, v, given)
     return AttentionOutput(fit(out, lengths[0], 2), fit(lse, lengths[0], 2))
 
@@ -131,48 +91,11 @@ def _segments(segment_ids: Any, sizes: tuple[int, int]) -> Any:
     return tuple((x.astype(wide), x >= 0) for x in filled)
 
 
-@functools.lru_cache(maxsize=512)
-def _program(
-    static: Static,
-    sizes: tuple[int, int],
-    reach: tuple[int, ...],
-    aligned: bool,
-    self_seeing: bool,
-    spread: Spread,
-) -> Program:
-    """Group the heads: those of one key head by tiling, then key heads with equally many."""
-    if not spread.by_heads:
-        reach = (max(reach),) * len(reach)
-    group = static.heads // static.kv_heads
-    found: dict[tuple[Tiling, int], list[tuple[int, ...]]] = {}
-    for key in range(static.kv_heads):
-        own: dict[Tiling, list[int]] = {}
-        for h in range(key * group, (key + 1) * group):
-            tiling = Tiling.of(sizes, reach[h], static.causal, aligned, spread.platform)
-            own.setdefault(tiling, []).append(h)
-        for tiling, heads in own.items():
-            found.setdefault((tiling, len(heads)), []).append(tuple(heads))
-    weight = static.weight
-    return Program(
-        tuple(
-            Class(tiling, tuple(heads), tuple(h[0] // group for h in heads))
-            for (tiling, _), heads in found.items()
-        ),
-        static.dtype,
-        static.causal,
-        static.scale,
-        0 if isinstance(weight, DecayWeight) else weight.samples,
-        weight.start if isinstance(weight, TableWeight) else 0,
-        spread.one_by_one and sizes[0] * sizes[1] >= spread.platform.apart,
-        self_seeing,
-        spread.placed,
-    )
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _run(program: Program, q: Any, k: Any, v: Any, given: Given) -> tuple[Any, Any]:
     """Compute out ``(B, H, Nq, Dv)`` and lse ``(B, H, Nq)`` of filled-up arrays."""
-    run: Any = functools.partial(_attend_all, program)
+    _made.append(program)  # while it is traced: once for each program
+    run: Any = functools.partial(attend_all, program)
     if program.placed is not None:  # within, JAX places every axis by itself
         mesh: Any = jax.typeof(q).sharding.mesh
         spec: Any = jax.sharding.PartitionSpec
@@ -181,148 +104,3 @@ def _run(program: Program, q: Any, k: Any, v: Any, given: Given) -> tuple[Any, A
         run = jax.sharding.auto_axes(run, axes=mesh.axis_names, out_sharding=places)
     found: tuple[Any, Any] = run(q, k, v, given)
     return found
-
-
-def _attend_all(program: Program, q: Any, k: Any, v: Any, given: Given) -> tuple[Any, Any]:
-    outs, lses = {}, {}
-    for number, own in enumerate(program.classes):
-        out, lse = _attend_class(program, own, number, q, k, v, given)
-        for i, heads in enumerate(own.heads):
-            for j, h in enumerate(heads):
-                outs[h], lses[h] = (out, i, j), (lse, i, j)
-    return _in_order(outs), _in_order(lses)
-
-
-def _in_order(parts: dict[int, Any]) -> Any:
-    """Put heads of classes ``(B, keys, heads, …)`` in order: ``(B, H, …)``."""
-    first, count = parts[0][0], len(parts)
-    shape = first.shape
-    whole = [(h // shape[2], h % shape[2]) for h in range(count)]
-    if shape[1] * shape[2] == count and [parts[h][1:] for h in range(count)] == whole:
-        return first.reshape(shape[0], count, *shape[3:])
-    return jnp.stack([parts[h][0][:, parts[h][1], parts[h][2]] for h in range(count)], axis=1)
-
-
-def _attend_class(
-    program: Program, own: Class, number: int, q: Any, k: Any, v: Any, given: Given
-) -> tuple[Any, Any]:
-    """Compute one class: out ``(B, keys, heads, Nq, Dv)`` and lse."""
-    shape = (len(own.heads), len(own.heads[0]))
-    q = _pick(q, tuple(h for heads in own.heads for h in heads))
-    q = q.reshape(q.shape[0], *shape, *q.shape[2:])
-    k, v = _pick(k, own.keys), _pick(v, own.keys)
-    if given.ids is not None:  # what stands in padding must not spread
-        real_q, real_k = given.ids[0][1], given.ids[1][1]
-        q = jnp.where(real_q[:, None, None, :, None], q, 0)
-        k, v = (jnp.where(real_k[:, None, :, None], x, 0) for x in (k, v))
-    weight, by_row = _weight(program, own, number, given)
-    ahead, moved = given.ahead, jnp.ndim(given.ahead) > 0
-    apart, together = program.one_by_one, not program.one_by_one
-
-    look: Any = functools.partial(visits, own.tiling, program.causal)
-    for which in ((True, False, False),) * 2 + ((by_row, moved, False),):
-        look = over(look, which, False) if any(which) else look
-    seen = look(weight, ahead, given.lengths[1])  # (B if they differ, keys, heads, chunks, blocks)
-    large = _is_large(program, q, k, v, weight, given)  # (B, keys, heads)
-    if together:  # a block is visited by all or by none
-        seen = jax.tree.map(lambda x: x.any(axis=tuple(range(x.ndim - 2))), seen)
-    any_large = large if apart else large.any()
-
-    run: Any = functools.partial(_attend_one, program, own.tiling, given.lengths[1])
-    #        q     k      v      ids    weight seen ahead  large any_large
-    heads = (True, False, False, False, True, apart, False, True, apart)
-    keys = (True, True, True, False, True, apart, False, True, apart)
-    rows = (True, True, True, True, by_row, apart and (by_row or moved), moved, True, apart)
-    for mapped in (heads, keys, rows):
-        run = over(run, mapped, apart)
-    out, lse = run(q, k, v, given.ids, weight, seen, ahead, large, any_large)
-    return out, lse
-
-
-def _attend_one(
-    program: Program,
-    tiling: Tiling,
-    len_k: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    ids: Any,
-    weight: Decay | Steps,
-    seen: Any,
-    ahead: Any,
-    large: Any,
-    any_large: Any,
-) -> tuple[Any, Any]:
-    """Run the kernel on one head: out ``(Nq, Dv)`` in q's dtype, and lse."""
-    dtype, size = q.dtype, q.shape[0]
-    acc = jnp.float64 if program.dtype == "float64" else jnp.float32
-    # Scaled by the power of two within, q keeps its digits: what is exact in bfloat16 stays so.
-    mantissa, exponent = math.frexp(program.scale)
-    q = q.astype(acc) * math.ldexp(1.0, exponent - 1)
-    more = tiling.queries - size
-    q = jnp.pad(q, ((0, more), (0, 0)))
-    keys, own = Keys(k.astype(acc), v.astype(acc), None, None), None
-    if ids is not None:
-        own = tuple(jnp.pad(x, (0, more)) for x in ids[0])
-        keys = keys._replace(ids=ids[1][0], alive=ids[1][1])
-    # Half the digits of float32 would do for bfloat16, which every platform multiplies exactly.
-    precision = None if program.dtype == "bfloat16" else lax.Precision.HIGHEST
-    plan = Plan(tiling, program.causal, 2 * mantissa, precision)
-    out, lse = attend_head(plan, q, own, keys, weight, seen, ahead, len_k, large, any_large)
-    if program.samples:
-        lse = lse - math.log(program.samples)
-    return out[:size].astype(dtype), lse[:size]
-
-
-def _weight(program: Program, own: Class, number: int, given: Given) -> tuple[Decay | Steps, bool]:
-    """Return the weight of a class's heads ``(keys, heads, …)``, and whether rows differ in it.
-
-    If they do, it has an axis of batch rows before.
-    """
-    if program.samples == 0:
-        heads = np.array(own.heads)
-        slope = given.slopes[..., heads]
-        return Decay(slope, jnp.broadcast_to(given.widths[heads], slope.shape)), slope.ndim == 3
-    if given.steps is not None:
-        steps = given.steps[number]
-    else:
-        starts = given.q_start, given.k_start
-        steps = table_steps(given.labels, program.table_start, own, *starts, program.causal)
-    return steps, steps.begin.ndim == 5
-
-
-def _is_large(program: Program, q: Any, k: Any, v: Any, weight: Any, given: Given) -> Any:
-    """Return whether the logits of a head need a shift ``(B, keys, heads)``."""
-    limit, least, most = UNBOUNDED["float64" if program.dtype == "float64" else "float32"]
-    acc = jnp.float64 if program.dtype == "float64" else jnp.float32
-
-    def norm(x: Any) -> Any:
-        x = lax.stop_gradient(x).astype(acc)
-        return jnp.sqrt((x * x).sum(axis=-1).max(axis=-1))
-
-    bound = norm(q) * norm(k)[:, :, None] * abs(program.scale)
-    if program.samples == 0:
-        # Of the exponent of the nearest key: without segments it is the nearest that exists.
-        len_q, len_k = given.lengths
-        width = weight.width
-        if not program.self_seeing:
-            ahead = given.ahead
-            if given.ids is None:
-                after = jnp.maximum(ahead + (len_q - 1) - (len_k - 1), 0)
-                before = jnp.int32(0) if program.causal else jnp.maximum(-ahead, 0)
-                apart = jnp.maximum(after, before)
-                apart = apart[:, None, None] if jnp.ndim(apart) else apart
-                width = jnp.minimum(width, apart)
-            bound = bound + lax.stop_gradient(weight.slope) * width.astype(acc)
-    size = jnp.abs(lax.stop_gradient(v)).max(axis=(-1, -2), initial=0).astype(acc)[:, :, None]
-    usual = (size == 0) | ((size >= least) & (size <= most))
-    return ~((bound < limit) & usual)  # a NaN is large
-
-
-def _pick(x: Any, heads: tuple[int, ...]) -> Any:
-    """Return some heads of ``(B, H, …)``; all of them as they are."""
-    if heads == tuple(range(x.shape[1])):
-        return x
-    if heads == tuple(range(heads[0], heads[-1] + 1)):
-        return lax.slice_in_dim(x, heads[0], heads[-1] + 1, axis=1)
-    return x[:, np.array(heads)]

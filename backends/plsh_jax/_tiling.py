@@ -42,7 +42,7 @@ _PARALLEL = Platform((Size(256, 64, 8, 256), Size(1 << 31, 128, 1, 256)), apart=
 PLATFORMS = MappingProxyType(
     {
         "cpu": Platform(
-            (Size(64, 32, 32, 64), Size(192, 64, 16, 192), Size(1 << 31, 256, 1, 192)),
+            (Size(64, 64, 16, 64), Size(192, 64, 16, 192), Size(1 << 31, 192, 1, 192)),
             apart=1 << 17,
         ),
         "gpu": _PARALLEL,
@@ -50,9 +50,6 @@ PLATFORMS = MappingProxyType(
     }
 )
 """Measured on CPU; what is given for the others suits matrix units of 128."""
-
-_SEGMENT = 1024
-"""Queries, at least, of a segment, whose keys are copied once with those in its reach."""
 
 _LONGEST = 512
 """Columns, at most: a product that adds up more keys in turn loses digits."""
@@ -68,8 +65,8 @@ class Tiling:
         Queries of a tile, tiles of a chunk, keys of a block.
     left, right : int
         Blocks of keys before and after each tile; where not banded, all blocks are in the first.
-    chunks, segments : int
-        Chunks of a segment, segments of a head.
+    chunks : int
+        Chunks of a head.
     banded : bool
         Whether blocks lie relative to the tile; else each chunk walks over all keys.
     """
@@ -80,13 +77,12 @@ class Tiling:
     left: int
     right: int
     chunks: int
-    segments: int
     banded: bool
 
     @property
     def queries(self) -> int:
         """Queries of the head, filled up."""
-        return self.chunk * self.chunks * self.segments
+        return self.chunk * self.chunks
 
     @property
     def chunk(self) -> int:
@@ -114,17 +110,14 @@ class Tiling:
             blocks *= 4
         span = columns * blocks * (1 if causal else 2) + size.rows
         if aligned and 2 * span <= len_k and len_q > size.rows:
-            chunk = size.rows * size.tiles
-            segments = max(1, len_q // max(_SEGMENT, columns * blocks))
-            chunks = -(-len_q // (segments * chunk))
-            segments = -(-len_q // (chunks * chunk))
+            chunks = -(-len_q // (size.rows * size.tiles))
             right = 0 if causal else blocks
-            return cls(size.rows, size.tiles, columns, blocks, right, chunks, segments, True)
+            return cls(size.rows, size.tiles, columns, blocks, right, chunks, True)
         last = platform.sizes[-1]
         rows = min(last.rows, 1 << max(len_q - 1, 0).bit_length())
         columns = min(last.columns * last.rows // rows, _LONGEST, round_up(max(len_k, 1), 64))
         blocks = -(-len_k // columns)
-        return cls(rows, 1, columns, blocks, 0, max(1, -(-len_q // rows)), 1, False)
+        return cls(rows, 1, columns, blocks, 0, max(1, -(-len_q // rows)), False)
 
 
 def round_up(x: int, unit: int) -> int:

@@ -44,7 +44,7 @@ class Decay(NamedTuple):
 
     def by_chunk(self, tiling: Tiling) -> "Decay":
         """Return what the chunks see of it, with a leading axis of chunks."""
-        count = tiling.segments * tiling.chunks
+        count = tiling.chunks
         return Decay(*(jnp.broadcast_to(x, (count,)) for x in self))
 
     def pairs(self, x: Any, y: Any, exists: Any, side: int, causal: bool, dtype: Any) -> Pairs:
@@ -74,7 +74,7 @@ class Steps(NamedTuple):
 
     def by_chunk(self, tiling: Tiling) -> "Steps":
         """Return what the chunks see of it, with a leading axis of chunks."""
-        shape = (tiling.segments * tiling.chunks, tiling.tiles)
+        shape = (tiling.chunks, tiling.tiles)
         return Steps(*(None if x is None else x.reshape(*shape, *x.shape[1:]) for x in self))
 
     def pairs(self, x: Any, y: Any, exists: Any, side: int, causal: bool, dtype: Any) -> Pairs:
@@ -140,7 +140,7 @@ def visits(
     Two arrays of bools ``(chunks, blocks)``; where tiles are not banded, all blocks are in the
     first. `ahead` is x of the first query.
     """
-    count = tiling.segments * tiling.chunks
+    count = tiling.chunks
     tile = tiling.rows * jnp.arange(count * tiling.tiles, dtype=jnp.int32)
     first = ahead + tile
     low, high = weight.reach(first, tiling.rows)
