@@ -5,6 +5,7 @@ threads part ways at a barrier, so every call here is a check of that too. No GP
 """
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -237,6 +238,9 @@ def test_scales_that_leave_the_range_in_one_factor_only():
             q * np.float32(by_q), k * np.float32(by_k), v, scale=scale, backend="numpy"
         )
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    want = plsh.attention(q, k, v, scale=0.0, backend="numpy")
+    got = plsh.attention(q * np.float32(1e20), 0 * k, v, scale=1e30, backend="numpy")
+    testing.assert_identical(got, want)
 
 
 @pytest.mark.parametrize("integers", ["int8", "uint8", "int16", "uint16", "int32", "uint32",
@@ -280,11 +284,12 @@ def test_ids_beyond_32_bits_differ():
     testing.assert_identical(a, b)
 
 
-@pytest.mark.parametrize("samples", [1, 16, 17, 32, 33, 100])
+@pytest.mark.parametrize("samples", [1, 16, 17, 32, 33, 100, 300])
 def test_any_number_of_samples(samples):
-    """A word holds 32 samples, the diagonal's labels 16."""
+    """A word holds 32 samples, the diagonal's labels 16, and a block has 256 threads."""
+    n = 129 if samples <= 100 else 70
     numpy_tests.check_band(
-        CudaCall("lsh", (2, 1), (129, 129), (8, 8), 1, dtype="float32", samples=samples,
+        CudaCall("lsh", (2, 1), (n, n), (8, 8), 1, dtype="float32", samples=samples,
                  flatter=32.0)
     )  # fmt: skip
 
@@ -333,6 +338,19 @@ def test_sums_over_thousands_of_tokens_round_as_dense_ones():
     testing.assert_output_close(output, expected, plain, like=output.out)
 
 
+def test_products_over_hundreds_of_dims_round_as_dense_ones():
+    """NUM-7: chunk by chunk; with one key the lse is its logit, and nothing hides its rounding."""
+    shape = (1, 1, 1, 64, 1, 256, 1)
+    q, k, v = testing.make_inputs(*shape, dtype="float32")[:3]
+    q, k = np.abs(q), np.abs(k)  # no sum cancels
+    call = {"slopes": (0.0,), "scale": 1.0, "q_offset": 0}
+    expected = testing.oracle(q, k, v, **call)
+    plain = testing.plain_attention(q, k, v, dtype="float32", **call)
+    given = [x.astype("float32") for x in (q, k, v)]
+    output = plsh.attention(*given, method="exact", return_lse=True, backend="numpy", **call)
+    testing.assert_output_close(output, expected, plain, like=output.out)
+
+
 SLOPE_DTYPES = ("float16", "bfloat16", "float32", "float64", "int32")
 
 
@@ -370,7 +388,7 @@ def test_slopes_of_every_dtype(dtype):
         testing.assert_identical(grads.q, by.q)
 
 
-@pytest.mark.parametrize("method", ["exact", "lsh"])
+@pytest.mark.parametrize("method", ["exact", "lsh", "cuts"])
 def test_wild_offsets_on_the_device_do_no_harm(method):
     """Their values are not known to the core: far out of range, rows see nothing, or what is near.
 
@@ -380,7 +398,11 @@ def test_wild_offsets_on_the_device_do_no_harm(method):
     weight = plsh.weights.DecayWeight((9,) * 4)
     if method == "lsh":
         weight = plsh.weights.StepWeight(plsh.RandomBinning(5.0), 3, "iid", 0, (0, 1, 2, 3))
-    static = Static(method, weight, False, 0.3, 4, 2, 8, 6, "float32", "numpy")
+    elif method == "cuts":
+        weight = plsh.weights.StepWeight(plsh.IndependentCuts(5.0), 3, None, 0, (0, 1, 2, 3))
+    static = Static(
+        "exact" if method == "exact" else "lsh", weight, False, 0.3, 4, 2, 8, 6, "float32", "numpy"
+    )
     for first in (2**62, -(2**62), 2**31, -(2**31)):
         offsets = (np.array([first, 0]), np.array([0, 0]))
         slopes = (0.5,) * 4 if method == "exact" else None
@@ -388,9 +410,46 @@ def test_wild_offsets_on_the_device_do_no_harm(method):
         out, lse = BACKEND.attend(q, k, v, request)
         BACKEND.vjp(q, k, v, plsh.AttentionOutput(out, lse), np.ones_like(out), None, request)
         # Under lsh a position below 0 counts as 0, which is near.
-        near = method == "lsh" and first < 0
+        near = method != "exact" and first < 0
         assert (np.isfinite(lse[0]) if near else np.isneginf(lse[0])).all()
         assert np.isfinite(lse[1]).all()
+
+
+FAR_APART = {
+    "rows": ((3, 2**29), (0, 2**29 - 7)),
+    "queries before keys": ((0, 5), (2**29, 10**6)),
+    "queries after keys": ((2**29, 10**6), (0, 5)),
+    "padding": ((-(2**29), 10**6), (-3, 10**6)),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("case", FAR_APART)
+def test_blocks_without_a_formula_need_tables_of_the_tokens_only(case, causal):
+    """MEM-1: of rows far apart, and of keys far from queries; equal to the reference, by row."""
+    q, k, v = inputs(70, 66, dtype="float64")
+    family = plsh.IndependentCuts((4.0, 50.0, np.inf, np.inf))
+    method = plsh.PositionalLSH(5, sampler=None, family=family)
+    q_ids, k_ids = np.zeros((2, 70), dtype=int), np.zeros((2, 66), dtype=int)
+    if case == "padding":
+        q_ids[0], k_ids[0, :3] = -1, -1
+    call = {"method": method, "causal": causal}
+    tracemalloc.start()
+    grad_out = np.ones((*q.shape[:3], v.shape[3]))
+    offsets = dict(zip(("q_offset", "k_offset"), FAR_APART[case], strict=True))
+    got = results(q, k, v, grad_out=grad_out, segment_ids=(q_ids, k_ids), **offsets, **call)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 << 20
+    for row in (0, 1):
+        own = [x[row : row + 1] for x in (q, k, v)]
+        alone = {name: first[row] for name, first in offsets.items()} | call
+        alone["segment_ids"] = (q_ids[row : row + 1], k_ids[row : row + 1])
+        want = plsh.attention(*own, return_lse=True, backend="reference", **alone)
+        for a, b in zip(got, want, strict=False):
+            testing.assert_equal_to_rounding(a[row : row + 1], b)
+        for a, b in zip(got, results(*own, grad_out=grad_out[:1], **alone), strict=True):
+            testing.assert_identical(a[row : row + 1], b)
 
 
 # --- for the measure of coverage ------------------------------------------------------------------
@@ -400,6 +459,8 @@ COVERING_LAWS = [
     lambda: test_sums_past_the_range_of_values_within_it("exact", "float32"),
     lambda: test_wild_offsets_on_the_device_do_no_harm("exact"),
     lambda: test_keys_after_every_query_give_nothing("lsh"),
+    lambda: test_any_number_of_samples(300),
+    lambda: numpy_tests.test_a_huge_slope_is_self_attention("float32", 1e300),
     *(lambda i=i: test_integers_of_every_dtype(i) for i in ("uint8", "uint16", "uint32")),
     *(lambda d=d: test_slopes_of_every_dtype(d) for d in SLOPE_DTYPES),
 ]

@@ -178,6 +178,10 @@ MUTANTS = [
            "part[m][slot] = sum[m][chunk * PER_CHUNK + slot];\n"
            "sum[m][chunk * PER_CHUNK + slot] = 0;\n}",
            "test_sums_over_thousands_of_tokens_round_as_dense_ones"),
+    Mutant("one product through all dims", "tile.cuh", "Acc part[M][N] = {};",
+           "Acc part[M][N];\nfor (int m = 0; m < M; ++m)\nfor (int n = 0; n < N; ++n) {\n"
+           "part[m][n] = sum[m][n];\nsum[m][n] = 0;\n}",
+           "test_products_over_hundreds_of_dims_round_as_dense_ones"),
     Mutant("keys' logits without a scale", "backward_keys.cu",
            "begin,\n                           p.dim, (Acc)p.factor);",
            "begin,\n                           p.dim, 1);", ORACLE, SCALED),

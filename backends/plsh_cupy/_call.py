@@ -10,6 +10,7 @@ from plsh.backend import AttentionOutput, Gradients, Request
 from plsh.compat import Array, dtype_name, kind, to_host
 from plsh.weights import DecayWeight, StepWeight, TableWeight
 
+from ._axis import MOST, Axis
 from ._device import Device
 from ._params import KINDS, PARAMS
 from ._plan import Instance, instance_for, launches
@@ -172,15 +173,30 @@ class _Call:
     def _blocks(self, weight: StepWeight, backward: bool) -> None:
         drawn = bins(weight)
         if drawn is None:
-            start, stop = self._positions(backward)
-            key = (weight, start, stop)
-            self._labels(
-                TABLES.get(self.device, key, lambda: weight.labels(start, stop)), start, stop
-            )
+            self._placed_blocks(weight, backward)
             return
         width, shift = drawn
         self._table("width", weight, lambda: width, "hd")
         self._table("shift", weight, lambda: shift, "hd")
+
+    def _placed_blocks(self, weight: StepWeight, backward: bool) -> None:
+        """Look blocks up in a table of labels: of the owned tokens, and as far as others go."""
+        operands, batch = self.request.arrays, int(self.params["batch"])
+        offsets = [self._read(x) for x in (operands.q_offset, operands.k_offset)]
+        lengths = [int(self.params[name]) for name in ("len_q", "len_k")]
+        axis = owned = Axis(offsets, lengths)
+        if len(axis.spans) > 1:
+            for side, offset in zip("qk", offsets, strict=True):
+                places = np.broadcast_to(axis.places(offset), (batch,))
+                self._offset(side, tuple(places.tolist()))
+        queries = offsets[0].size * lengths[0]
+        if self.request.static.causal and not backward and queries:
+            owned = Axis(offsets[:1], lengths[:1])  # no block matters beyond the last query
+        start, stop = axis.places([owned.spans[0][0], owned.spans[-1][1] - 1]).tolist()
+        stop += 1
+        key = (weight, axis.spans, start, stop)
+        labels = TABLES.get(self.device, key, lambda: axis.labels(weight, start, stop))
+        self._labels(labels, start, stop)
 
     def _labels(self, labels: Array, start: int, stop: int) -> None:
         if labels.shape[0] == 0 or labels.shape[2] == 0:  # then no token is visible
@@ -192,23 +208,6 @@ class _Call:
             self.params["labels"]["head"] = 0
         self.params["label_start"], self.params["label_count"] = start, stop - start
 
-    def _positions(self, backward: bool) -> tuple[int, int]:
-        """Return the range of positions whose blocks a table of labels must hold.
-
-        The owned positions are looked up, and where their blocks end as far as tokens go: forward
-        and causal, none beyond the last query matters.
-        """
-        lengths = (int(self.params["len_q"]), int(self.params["len_k"]))
-        operands, spans = self.request.arrays, []
-        for offset, length in zip((operands.q_offset, operands.k_offset), lengths, strict=True):
-            rows = np.atleast_1d(self._read(offset))
-            if rows.size and length:
-                spans.append((int(rows.min()), int(rows.max()) + length))
-        if self.request.static.causal and not backward:
-            spans = spans[:1]
-        start = max(min((low for low, _ in spans), default=0), 0)
-        return start, max([high for _, high in spans] + [start + 1])
-
     def _read(self, offset: Any) -> Any:
         if isinstance(offset, int | tuple):
             return np.array(offset, dtype=np.int64)
@@ -218,7 +217,7 @@ class _Call:
                 f"without equal widths such as {type(self.request.static.weight).__name__}'s: "
                 "its blocks are made on the host for the positions of the call"
             )
-        return to_host(offset)
+        return np.clip(to_host(offset).astype(np.int64), -MOST, MOST)
 
     def instance(self, kernel: str) -> Instance:
         """Return the instance of a kernel that serves this call."""

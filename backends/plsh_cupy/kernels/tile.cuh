@@ -71,9 +71,11 @@ __device__ inline void load_tile(Shared<Acc> to, const View& x, const char* base
         load_chunk(to + begin, resident_pitch(dim), x, base, first, ids, ROWS, begin, dim, factor);
 }
 
-// sum[m][n] += row m . column n, over one chunk of dims.
+// sum[m][n] += row m . column n, over one chunk of dims, which is added up first: so that rounding
+// grows with CHUNK and the number of chunks, not with their product.
 __device__ inline void add_dots(Acc (&sum)[M][N], Shared<const Acc> rows, int pitch,
                                 Shared<const Acc> columns) {
+    Acc part[M][N] = {};
 #pragma unroll 1
     for (int d = 0; d < CHUNK; d += 4) {
         Four<Acc> a[M], b[N];
@@ -86,8 +88,12 @@ __device__ inline void add_dots(Acc (&sum)[M][N], Shared<const Acc> rows, int pi
 #pragma unroll
             for (int m = 0; m < M; ++m)
 #pragma unroll
-                for (int n = 0; n < N; ++n) sum[m][n] += a[m].v[u] * b[n].v[u];
+                for (int n = 0; n < N; ++n) part[m][n] += a[m].v[u] * b[n].v[u];
     }
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int n = 0; n < N; ++n) sum[m][n] += part[m][n];
 }
 
 // sum[m][.] += pairs of row m . visited tokens, for the dims of one chunk: slots of dims lane() +
