@@ -4,106 +4,63 @@ The kernels run in the emulator; what only CuPy and a GPU can show is in ``tests
 """
 
 import gc
+import subprocess
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
+import plsh_cupy
 import pytest
-from cuda_emulator.fake_cupy import fake_cupy
+from cuda_emulator import KERNELS
 from emulated import BACKEND as EMULATED
-from laws import inputs
-from plsh_cupy import BACKEND, _compile, _cuda, _tables
+from emulated import (
+    LABELS,
+    TABLE,
+    host_arrays,
+    on_the_backend,
+    put_stand_in,
+    register_here,
+    request,
+    requests,
+)
+from plsh_cupy import _compile, _cuda, _tables
 
+import plsh
 from plsh import testing
-from plsh.backend import Operands, Request, Static
-from plsh.weights import UNLIMITED, DecayWeight, StepWeight, TableWeight
+
+BACKEND = plsh_cupy.BACKEND
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
 def cupy(monkeypatch, tmp_path):
-    """Put a fresh stand-in in CuPy's place, with caches of its own."""
-    module = fake_cupy(EMULATED.emulator)
-    monkeypatch.setitem(sys.modules, "cupy", module)
-    monkeypatch.setitem(sys.modules, "cupy.cuda", module.cuda)
-    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
-    _cuda.KERNELS.clear()
-    _cuda.limits_of.cache_clear()
-    _tables.TABLES.clear()
-    yield module
-    _cuda.KERNELS.clear()
-    _cuda.limits_of.cache_clear()
-    _tables.TABLES.clear()
-
-
-def request(weight=None, **operands):
-    given = {"slopes": (0.5,) * 4, "q_offset": 0, "k_offset": 0, "segment_ids": None}
-    given |= {"labels": None, **operands}
-    method = "exact" if weight is None else "lsh"
-    if weight is not None:
-        given["slopes"] = None
-    weight = DecayWeight((UNLIMITED,) * 4) if weight is None else weight
-    kinds = ("float32", "cupy")
-    return Request(Static(method, weight, True, 0.3, 4, 2, 8, 6, *kinds), Operands(**given))
+    """A fresh stand-in in CuPy's place, with caches of its own."""
+    return put_stand_in(monkeypatch, tmp_path)
 
 
 def everything(arrays, asked):
-    """Return out, lse and gradients of the backend, as NumPy arrays, and as they are."""
-    q, k, v, grad_out = arrays
-    output = BACKEND.attend(q, k, v, asked)
-    grads = BACKEND.vjp(q, k, v, output, grad_out, None, asked)
-    made = (*output, *(x for x in grads if x is not None))
+    """Return out, lse and gradients of the backend, as they are, and as NumPy arrays."""
+    made = on_the_backend(BACKEND, arrays, asked)
     return made, [x.get() for x in made]
 
 
-def host_arrays(n=70):
-    q, k, v = inputs(n, dtype="float32")
-    return q, k, v, np.ones((*q.shape[:3], v.shape[3]), dtype="float32")
+def on(cupy, device=0):
+    return [cupy.ndarray(x.copy(), device) for x in host_arrays()]
 
 
-def on(cupy, device=0, arrays=None):
-    return [cupy.ndarray(x.copy(), device) for x in (host_arrays() if arrays is None else arrays)]
-
-
-def expected(asked):
-    q, k, v, grad_out = host_arrays()
-    output = EMULATED.attend(q, k, v, asked)
-    grads = EMULATED.vjp(q, k, v, output, grad_out, None, asked)
-    return [x for x in (*output, *grads) if x is not None]
-
-
-LABELS = np.sort(np.random.default_rng(0).integers(0, 70, (1, 3, 70)), axis=-1).astype(np.int32)
-LABELS = np.minimum(LABELS, np.arange(70, dtype=np.int32))
-
-
-def cases(cupy):
-    """Name requests, each with arrays of the device where it may have some."""
-    recipe = StepWeight(__import__("plsh").RandomBinning(9.0), 5, "iid", 0, (0, 1, 2, 3))
-    ids = np.repeat([[0, 1]], 35, axis=1).repeat(2, axis=0)
-    move = (lambda x: x) if cupy is None else (lambda x: cupy.ndarray(x.copy(), 0))
-    return {
-        "decay": request(),
-        "recipe": request(recipe),
-        "table on the host": request(TableWeight(3, 0, 70, (69,) * 4), labels=LABELS),
-        "table on the device": request(TableWeight(3, 0, 70, (69,) * 4), labels=move(LABELS)),
-        "operands on the device": request(
-            slopes=move(np.array([0.5, 0.25, 1, 0], dtype="float32")),
-            q_offset=move(np.array([5, 9])),
-            k_offset=move(np.array(5)),
-            segment_ids=(move(ids), move(ids)),
-        ),
-        "offsets of rows": request(q_offset=(4, 1), k_offset=(4, 0)),
-    }
-
-
-@pytest.mark.parametrize("name", list(cases(None)))
+@pytest.mark.parametrize("name", list(requests()))
 def test_results_are_those_of_the_emulated_backend(name, cupy):
-    """Bit for bit, through NVRTC's calls, module, pointers and launch."""
-    made, got = everything(on(cupy), cases(cupy)[name])
-    for a, b in zip(got, expected(cases(None)[name]), strict=True):
+    """Bit for bit, through NVRTC's calls, module, pointers and launch; contiguous CuPy arrays."""
+    asked = requests(lambda x: cupy.ndarray(x.copy(), 0))[name]
+    made, got = everything(on(cupy), asked)
+    expected = on_the_backend(EMULATED, host_arrays(), requests()[name])
+    for a, b in zip(got, expected, strict=True):
         testing.assert_identical(a, b)
-    assert all(type(x) is cupy.ndarray for x in made)
+    assert all(type(x) is cupy.ndarray and x.host.flags.c_contiguous for x in made)
 
 
 def test_work_goes_to_the_device_and_stream_of_the_caller(cupy):
@@ -155,7 +112,13 @@ def test_a_kernel_that_needs_more_shared_memory_asks_for_it(cupy):
 def test_threads_load_a_kernel_once(cupy, monkeypatch):
     """U089."""
     loaded, gate = [], threading.Barrier(8)
-    monkeypatch.setattr(_cuda, "_load", lambda *key: loaded.append(key) or object())
+
+    def load(*key):
+        loaded.append(key)
+        time.sleep(0.05)
+        return object()
+
+    monkeypatch.setattr(_cuda, "_load", load)
 
     def ask(_):
         gate.wait(10)
@@ -192,9 +155,8 @@ def test_a_graph_is_recorded_warm_only_and_keeps_its_temporaries(cupy, monkeypat
 
         monkeypatch.setattr(_cuda.CupyDevice, "empty", recorded)
         grads = BACKEND.vjp(*arrays[:3], output, arrays[3], None, request())
-        labels = TableWeight(3, 0, 70, (69,) * 4)
         with pytest.raises(RuntimeError, match="not on the device"):
-            BACKEND.attend(*arrays[:3], request(labels, labels=LABELS))
+            BACKEND.attend(*arrays[:3], request(TABLE, labels=LABELS))
     (delta,) = (x for x in made[:5] if x.shape == (2, 4, 70))
     kept = weakref.ref(delta)
     made.clear()
@@ -206,6 +168,22 @@ def test_a_graph_is_recorded_warm_only_and_keeps_its_temporaries(cupy, monkeypat
     del part
     gc.collect()
     assert kept() is None
+
+
+@pytest.mark.parametrize("name", sorted(requests().keys() - {"table on the host"}))
+def test_a_recorded_call_only_allocates_and_launches(name, cupy):
+    """U083: no copy, no synchronisation, no attribute that ends a recording; new inputs."""
+    asked = requests(lambda x: cupy.ndarray(x.copy(), 0))[name]
+    with cupy.cuda.ExternalStream(5, 0):
+        everything(on(cupy), asked)
+        cupy.log.clear()
+        cupy.capturing.add(5)
+        if name == "blocks by position":
+            with pytest.raises(ValueError, match="must be numbers while a graph is recorded"):
+                on_the_backend(BACKEND, on(cupy), asked)
+        else:
+            on_the_backend(BACKEND, on(cupy), asked)
+            assert {entry[0] for entry in cupy.log} == {"allocate", "launch"}
 
 
 def test_a_table_of_a_recorded_graph_stays(cupy):
@@ -249,8 +227,75 @@ def test_arrays_of_two_devices_are_refused(name, cupy):
     if name == "v":
         v = on(cupy, 1)[2]
     elif name == "labels":
-        asked = request(TableWeight(3, 0, 70, (69,) * 4), labels=cupy.ndarray(LABELS, 1))
+        asked = request(TABLE, labels=cupy.ndarray(LABELS, 1))
     else:
         asked = request(slopes=cupy.ndarray(np.ones(4), 1))
     with pytest.raises(ValueError, match=rf"{name} must be on the device of q, GPU 0, got GPU 1"):
         BACKEND.attend(q, k, v, asked)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_the_public_call_takes_arrays(layout, cupy):
+    """In either layout, with and without a batch axis; the gradients too."""
+    name = register_here()
+    for batched in (True, False):
+        given = [x if batched else x[0] for x in host_arrays()]
+        given = [x.swapaxes(-3, -2) if layout == "bshd" else x for x in given]
+        call = {"method": plsh.PositionalLSH(5, seed=1), "layout": layout}
+        arrays = [cupy.ndarray(x.copy(), 0) for x in given]
+        output = plsh.attention(*arrays[:3], return_lse=True, backend=name, **call)
+        grads = plsh.attention_vjp(*arrays[:3], output, arrays[3], backend=name, **call)
+        plsh.register_backend(EMULATED)
+        call["backend"] = EMULATED.name
+        want = plsh.attention(*given[:3], return_lse=True, **call)
+        by = plsh.attention_vjp(*given[:3], want, given[3], **call)
+        for a, b in zip((*output, *grads[:3]), (*want, *by[:3]), strict=True):
+            testing.assert_identical(a.get(), b)
+        assert grads.slopes is by.slopes is None
+
+
+# --- CuPy itself, as far as it goes without a GPU -------------------------------------------------
+
+REAL = """
+import weakref
+import cupy
+from plsh_cupy import _compile, _cuda, _source
+from plsh_cupy._plan import Instance
+
+signatures = {
+    cupy.cuda.driver.launchKernel: 11, cupy.cuda.driver.funcSetAttribute: 3,
+    cupy.cuda.nvrtc.createProgram: 4, cupy.cuda.nvrtc.compileProgram: 2,
+    cupy.cuda.nvrtc.getCUBIN: 1, cupy.cuda.nvrtc.getPTX: 1, cupy.cuda.nvrtc.getProgramLog: 1,
+    cupy.cuda.nvrtc.destroyProgram: 1, cupy.cuda.runtime.deviceGetAttribute: 2,
+}
+for function, count in signatures.items():
+    told = function.__doc__.splitlines()[0].split("(")[1].split(")")[0]
+    assert len(told.split(",")) == count, function.__doc__
+assert "stream=None" in cupy.ndarray.set.__doc__
+assert cupy.cuda.runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin == 97
+assert all(hasattr(cupy.cuda.Function, x) for x in ("ptr", "module"))
+assert all(hasattr(cupy.cuda.ExternalStream, x) for x in ("is_capturing", "__enter__"))
+assert cupy.ndarray.__weakrefoffset__ > 0
+
+instance = Instance("backward_slopes", "float32", False, 64, 64)
+source = _source.source_of(instance)
+options = (*_source.OPTIONS, "-arch=" + _cuda.target_of(90, cupy.cuda.nvrtc.getSupportedArchs()))
+assert options[-1] == "-arch=sm_90"
+assert _cuda.nvrtc_binary(source, "backward_slopes.cu", options)[:4] == bytes([127]) + b"ELF"
+ptx = (*_source.OPTIONS, "-arch=compute_90")
+assert b".target sm_90" in _cuda.nvrtc_binary(source, "backward_slopes.cu", ptx)
+try:
+    _cuda.nvrtc_binary(source.replace("double sum = 0;", "missing sum = 0;"), "x.cu", options)
+except _compile.CompileError as error:
+    print(error)
+"""
+
+
+def test_the_stand_in_is_called_as_cupy_is():
+    """Signatures of CuPy, and NVRTC through it: a binary, code for a driver, an error's log."""
+    paths = [str(ROOT), str(ROOT / "backends")]
+    code = f"import sys; sys.path[:0] = {paths!r}\n{REAL}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    line = (KERNELS / "backward_slopes.cu").read_text().splitlines().index("    double sum = 0;")
+    assert f"backward_slopes.cu({line + 1}): error: " in done.stdout

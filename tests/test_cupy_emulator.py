@@ -104,6 +104,25 @@ def test_a_planted_fault_is_found(name, tmp_path):
         run_probe(tmp_path, body, 2)
 
 
+def test_warps_shuffle_and_vote(tmp_path):
+    """A lane's neighbour, and one bit a lane; also of lanes that come to it last."""
+    body = """
+    int other = __shfl_xor_sync(0xffffffffu, i, 3);
+    unsigned bits = __ballot_sync(0xffffffffu, i % 3 == 0);
+    bool all = __ballot_sync(0xffffffffu, true) == 0xffffffffu;
+    write<int>(p.out.data + 4 * i, all && other == (i ^ 3) ? (int)bits : -1);
+    """
+    votes = (np.arange(256).reshape(8, 32) % 3 == 0).astype(np.uint32) << np.arange(32, dtype="u4")
+    want = votes.sum(axis=1, dtype=np.uint32).repeat(32)
+    np.testing.assert_array_equal(run_probe(tmp_path, body, 1).view(np.uint32), want)
+
+
+def test_all_shared_memory_is_handed_out_by_the_arena():
+    """Static or dynamic, none is beyond the emulator's sight."""
+    for path in KERNELS.glob("*.cu*"):
+        assert path.read_text().count("__shared__") == (path.name == "device.cuh")
+
+
 def test_threads_take_turns_on_any_processor(tmp_path):
     """Without the switch of stacks written for x86-64."""
     flags = ("-O2", "-DPLSH_PORTABLE")

@@ -16,6 +16,7 @@
 #define __syncthreads() emulator::barrier(__FILE__, __LINE__)
 #define __syncthreads_or(value) emulator::barrier_or(value, __FILE__, __LINE__)
 #define __shfl_xor_sync(lanes, value, mask) emulator::shuffle_xor(value, mask, __FILE__, __LINE__)
+#define __ballot_sync(lanes, value) emulator::ballot(value, __FILE__, __LINE__)
 
 typedef long long int64;
 typedef unsigned long long uint64;

@@ -247,13 +247,27 @@ bool barrier_or(bool value, const char* file, int line) {
     return votes > 0;
 }
 
-const void* exchange(const void* mine, int bytes, int source, const char* file, int line) {
+// Give `bytes` to the warp; returns the slot in which every lane of it has given some.
+static int give(const void* mine, int bytes, const char* file, int line) {
     Fibre& own = fibres[current];
     // Two slots in turn: no lane is two shuffles ahead of another.
     const int slot = own.shuffles++ % 2;
     std::memcpy(own.slot[slot], mine, bytes);
     wait(AT_SHUFFLE, file, line);
+    return slot;
+}
+
+const void* exchange(const void* mine, int bytes, int source, const char* file, int line) {
+    const int slot = give(mine, bytes, file, line);
     return fibres[current / WARP * WARP + source].slot[slot];
+}
+
+unsigned ballot(bool mine, const char* file, int line) {
+    const int slot = give(&mine, 1, file, line);
+    unsigned bits = 0;
+    for (int lane = 0; lane < WARP; ++lane)
+        bits |= unsigned(fibres[current / WARP * WARP + lane].slot[slot][0]) << lane;
+    return bits;
 }
 
 void examine_global(uint64_t address, int bytes, bool writing) {

@@ -78,6 +78,9 @@ inline char* check_shared(int at, int begin, int end, int bytes, bool writing) {
     return now.shared + at;
 }
 
+// One bit a lane of the warp: whether it votes for.
+unsigned ballot(bool mine, const char* file, int line);
+
 int shared_bytes();
 
 // Run a kernel. Returns 0, or 1 with the fault's text in `report`.

@@ -72,17 +72,25 @@ def fake_cupy(emulator, devices=2, capability=90):
             self.data = types.SimpleNamespace(ptr=address)
             cupy.memory[address] = host
 
+        def __getitem__(self, key):
+            return ndarray(self.host[key], self.device.id)
+
+        def swapaxes(self, a, b):
+            return ndarray(self.host.swapaxes(a, b), self.device.id)
+
         def set(self, host, stream):
             assert stream.device == self.device.id == Device.current()
             cupy.log.append(("upload", self.device.id, stream.ptr))
             self.host[...] = host
 
         def get(self):
+            cupy.log.append(("read", self.device.id))
             return self.host.copy()
 
     ndarray.__module__ = "cupy"
 
     def empty(shape, dtype):
+        cupy.log.append(("allocate", Device.current()))
         host = EmulatedDevice(emulator).empty(shape, np.dtype(dtype).name)
         return ndarray(host, Device.current())
 
