@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import importlib.util
 import itertools
+import os
 import pickle
 import re
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 import torch
 from cuda_emulator import KERNELS
 from emulated import BACKEND as EMULATED
+from emulated import register_here
 from laws import inputs
 from plsh_cupy import BACKEND, _available, _backend, _call, _compile, _cuda, _plan, _source, _tables
 from plsh_cupy._params import KINDS, PARAMS, Strided
@@ -224,6 +226,7 @@ def test_threads_compile_a_binary_once(tmp_path):
 
     def slow(*given):
         compilations.append(given)
+        time.sleep(0.05)
         return fake(*given)
 
     def ask(_):
@@ -361,6 +364,18 @@ def test_tables_are_safe_among_threads():
     assert tables._bytes == sum(cost for _, cost in tables._held.values())
 
 
+def test_a_table_that_two_have_made_counts_once():
+    """Made outside of the lock, by the second while the first makes it."""
+    tables, device = _tables.Tables(1 << 20), Recorder()
+
+    def make():
+        tables.get(device, "x", lambda: np.arange(4))
+        return np.arange(4)
+
+    tables.get(device, "x", make)
+    assert tables._bytes == sum(cost for _, cost in tables._held.values())
+
+
 def test_families_with_equal_widths_need_no_labels():
     """Integers of the recipe, equal to the labels that the core makes of it."""
     recipe = plsh.weights.StepWeight(plsh.RandomBinning((4.0, 9.0)), 5, "iid", 3, (0, 1))
@@ -492,6 +507,11 @@ LACKS = {
 
 @pytest.fixture
 def machine(monkeypatch):
+    """A function that sets what availability finds."""
+    return put_machine(monkeypatch)
+
+
+def put_machine(monkeypatch):
     """Return a function that sets what availability finds."""
 
     def set_up(installed, wheels, driver, nvrtc):
@@ -650,18 +670,9 @@ def test_it_declares_what_it_takes():
     assert declared.arrays == ("cupy", "torch")
     assert declared.gradients == "vjp"
     assert declared.max_head_dim == 256
-    q, name = np.zeros((1, 1, 3, 4)), register_available()
+    q, name = np.zeros((1, 1, 3, 4)), register_here()
     with pytest.raises(TypeError, match=r"takes cupy, torch arrays, got numpy.*cupy\.asarray\(q\)"):
         plsh.attention(q, q, q, backend=name)
-
-
-def register_available():
-    """Register the backend itself under a name of its own, as if a GPU were there."""
-    backend = type("Here", (type(BACKEND),), {
-        "name": "cupy_here", "availability": lambda self: plsh.backend.Availability(True)
-    })()  # fmt: skip
-    plsh.register_backend(backend)
-    return backend.name
 
 
 # --- offline compilation --------------------------------------------------------------------------
@@ -758,3 +769,30 @@ def test_the_table_of_registers_is_of_these_sources():
     for row in found:
         assert row["spills"] == "0", row
         assert int(row["registers"]) <= 255
+
+
+# --- the script for a machine with a GPU ----------------------------------------------------------
+
+SCRIPT = Path(__file__).parent / "gpu" / "cupy.sh"
+
+
+def test_the_script_for_a_gpu_ends_within_six_minutes():
+    """Each step has a limit, and is a program that is there."""
+    text = SCRIPT.read_text()
+    tools = len(re.findall(r"for tool in ([^;]*);", text)[0].split())
+    steps = re.findall(r'step "([^"]+)" (\d+) (.*)', text)
+    assert sum(int(limit) * (tools if "$" in name else 1) for name, limit, _ in steps) < 360
+    named = set(re.findall(r"cupy_run\.py (\w+)", text))
+    programs = (SCRIPT.parent / "cupy_run.py").read_text()
+    assert named == {"machine", "compiling", "conformance", "small", "timings"}
+    assert all(f"def {name}():" in programs for name in named)
+
+
+def test_the_script_says_why_it_cannot_run():
+    """On a machine without a GPU, or with one that is hidden: at once, and it fails."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+    done = subprocess.run(
+        ["bash", str(SCRIPT)], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.returncode == 1
+    assert re.search("the backend is not available: there is .*driver", done.stderr)
