@@ -1,6 +1,7 @@
 """Measure the JAX backend against jax.nn.dot_product_attention: ratios, errors, memory, growth.
 
     python tools/bench_jax.py [SECTION...] [--length 8192] [--long 65536] [--repeat 5]
+        [--way fwd|grad]
 
 Sections: `lsh` and `window` (time and error beside the peers'), `long` (time, compilation and
 memory at --long), `small` (n=128 outside of jit), `programs` (compiled for many lengths).
@@ -121,6 +122,7 @@ def pairs(method, n, slopes):
     return int(sum(np.minimum(np.arange(n), w).sum() + n for w in widths))
 
 
+PRODUCTS = {"fwd": 1, "grad": 3.5}
 METHODS = {"lsh": plsh.PositionalLSH(), "window": plsh.Window()}
 
 
@@ -128,7 +130,7 @@ def ours(method):
     return lambda q, k, v: plsh.attention(q, k, v, method=method, causal=True, backend="jax")
 
 
-def beside_peers(method, n, repeat):
+def beside_peers(method, n, repeat, ways):
     """Print times of forward and gradient, peers in turn, and the error."""
     case, slopes, arrays = bench.Case(n), plsh.alibi_slopes(H), inputs(n)
     widest = int(max(plsh.theory.window_width(slopes, plsh.Window().tol)))
@@ -136,12 +138,13 @@ def beside_peers(method, n, repeat):
     calls = {"plsh": ours(method), "bias": bias, "window": local_window(widest)}
     runs, took = {}, {}
     for name, f in calls.items():
-        for way, g in (("fwd", f), ("grad", with_gradient(f))):
+        for way in ways:
+            g = with_gradient(f) if way == "grad" else f
             run, took[name, way] = compiled(g, *arrays)
             runs[name, way] = functools.partial(run, *arrays)
     shapes = visited(functools.partial(calls["plsh"], *arrays))
     runs["floor", "fwd"] = floor(shapes)
-    got = np.asarray(runs["plsh", "fwd"]())
+    got = np.asarray(calls["plsh"](*arrays))
     error = bench.error(got, bench.exact_rows(case, case.inputs()))
     seconds = {key: [] for key in runs}
     for turn in range(repeat + 1):
@@ -152,9 +155,9 @@ def beside_peers(method, n, repeat):
     tiles = sum(steps * tiles * rows * columns for steps, tiles, rows, columns in shapes)
     print(f"{method!r}: error against ALiBi {error:.1e}; pairs visited over those of positive"
           f" weight {tiles / pairs(method, n, slopes):.2f}")  # fmt: skip
-    for way, products in (("fwd", 1), ("grad", 3.5)):
+    for way in ways:
         own = t["plsh", way]
-        over = own / t["floor", "fwd"] / products
+        over = own / t["floor", "fwd"] / PRODUCTS[way]
         print(f"  {way} {own * 1e3:.0f} ms, {over:.2f} of its floor, compiled in"
               f" {took['plsh', way]:.1f} s;" + ";".join(
             f" {t[name, way] / own:.1f}x jax.nn with {name} ({t[name, way] * 1e3:.0f} ms)"
@@ -202,6 +205,7 @@ def main():
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--long", type=int, default=65536)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--way", choices=PRODUCTS, help="measure the gradient or forward only")
     args = parser.parse_args()
     if unknown := set(args.sections) - set(sections):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(sections)}")
@@ -209,7 +213,8 @@ def main():
     print(f"causal, B=1, H={H}, D={D}, float32, standard slopes, n={args.length}", flush=True)
     for section in args.sections or sections:
         if section in METHODS:
-            beside_peers(METHODS[section], args.length, args.repeat)
+            ways = (args.way,) if args.way else tuple(PRODUCTS)
+            beside_peers(METHODS[section], args.length, args.repeat, ways)
         elif section == "long":
             for method in METHODS.values():
                 lengths(method, args.length, args.long)
