@@ -1,6 +1,6 @@
 """plsh: attention with linear biases (ALiBi) in near-linear time, by Positional LSH or exactly."""
 
-from . import theory
+from . import registry, theory
 from .alibi import alibi_slopes
 from .attention import attention, attention_vjp
 from .backend import AttentionOutput, Gradients
@@ -40,3 +40,5 @@ __all__ = [
     "segments_from_lengths",
     "theory",
 ]
+
+registry.load_installed()

@@ -270,4 +270,6 @@ def _undeclared(backend: Backend, request: Request) -> str | None:
     return None
 
 
-_REGISTRY.update(discover(entry_points(group=GROUP)))
+def load_installed() -> None:
+    """Register what is installed. `plsh` does so once its own names are there to be imported."""
+    _REGISTRY.update(discover(entry_points(group=GROUP)))

@@ -18,7 +18,7 @@ import subprocess
 import sys
 
 import torch
-from plsh_torch._band import PAD
+from plsh_torch._band import empty_pairs
 from plsh_torch._call import Call
 from plsh_torch._scratch import Scratch
 from plsh_torch._threads import run as work_off
@@ -70,14 +70,14 @@ def floors(arrays, method):
 
     def bare(backward, groups, scratch):
         for group in groups:
+            group.scratch = scratch
             for piece in group.pieces:
                 x, keys, values = (
                     group.queries("q", q),
                     group.keys("k", k, piece),
                     group.keys("v", v, piece),
                 )
-                pairs = (*x.shape[:2], keys.shape[1])
-                p = scratch.get("p", (*pairs[:2], pairs[2] + PAD), q.dtype)[..., : pairs[2]]
+                p = empty_pairs(group, "p", (*x.shape[:2], keys.shape[1]))
                 o = scratch.get("o", x.shape, q.dtype)
                 add = scratch.get("product", keys.shape, q.dtype)
                 torch.bmm(x, keys.mT, out=p)

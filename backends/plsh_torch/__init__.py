@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from plsh.registry import register_backend
+import plsh
 
 from ._backend import BACKEND
 
@@ -17,7 +17,7 @@ __all__ = ["BACKEND", "ALiBiAttention", "scaled_dot_product_attention"]
 
 # Where this package came first, plsh has left its entry point for the first call, and a compiler
 # that traces that call can't follow it.
-register_backend(BACKEND)
+plsh.register_backend(BACKEND)
 
 
 def __getattr__(name: str) -> Any:

@@ -37,9 +37,12 @@ LIMITS = {
 }
 STRIP = 256
 """Most keys that a product sums one after another: long running sums lose digits."""
+ALIAS = 256
+"""Rows of pairs that are a multiple of this apart, and longer, share few lines of the first-level
+cache, when a backward pass multiplies by their transpose."""
 PAD = 16
-"""Numbers between the rows of pairs, whose transpose a backward pass multiplies by: rows a power of
-2 apart would share few lines of the first-level cache."""
+"""Numbers between such rows. Others follow one another: only then is a batch one product for BLAS,
+and not one for each tile."""
 LEAST = -24.0
 """Log2 of a row's sum below which its logits have lost digits to the bias that they share."""
 
@@ -54,7 +57,8 @@ class Mode(NamedTuple):
 def empty_pairs(group: Group, name: str, shape: tuple[int, ...]) -> Tensor:
     """Return scratch memory for pairs ``(N, R, W)``."""
     products, rows, count = shape
-    return group.scratch.get(name, (products, rows, count + PAD), group.acc)[..., :count]
+    pad = PAD if count > ALIAS and count % ALIAS == 0 else 0
+    return group.scratch.get(name, (products, rows, count + pad), group.acc)[..., :count]
 
 
 def scores(group: Group, q: Tensor, k: Tensor, piece: Piece, scale: float, bounded: bool) -> Tensor:
@@ -208,9 +212,17 @@ class Wanted(NamedTuple):
     """Where gradients go; None where none is asked for."""
 
     q: Tensor | None  # (B, H, Nq, D)
-    k: Tensor | None  # (B, Hkv, Nk, D), of the accumulation dtype, added to
-    v: Tensor | None  # (B, Hkv, Nk, Dv), likewise
+    k: Tensor | None  # (B, Hkv, Nk, D)
+    v: Tensor | None  # (B, Hkv, Nk, Dv)
     slopes: Tensor | None  # (B, H), float64, added to
+
+
+class Sums(NamedTuple):
+    """Where dk and dv of some batch rows and key heads are summed; None where none is asked for."""
+
+    first: tuple[int, int]  # of those rows and heads
+    k: Tensor | None  # (rows, heads, Nk, D), of the accumulation dtype
+    v: Tensor | None  # (rows, heads, Nk, Dv)
 
 
 def backward(
@@ -220,8 +232,9 @@ def backward(
     bounded: bool,
     given: Given,
     wanted: Wanted,
+    sums: Sums,
 ) -> None:
-    """Write the group's rows of dq, add to dk, dv and the gradient by the slopes.
+    """Write the group's rows of dq, add to the sums and the gradient by the slopes.
 
     With the merged output O and P normalised by the merged lse, ``dS = P * (dP - rowsum(dO * O) +
     dlse)``.
@@ -243,9 +256,9 @@ def backward(
         apply(group, p, factors)
         if not bounded:
             hide(group, p, factors, 0.0)
-        if wanted.v is not None:
-            group.add_to_keys(wanted.v, piece, p, do, 1.0)
-        if wanted.q is None and wanted.k is None and wanted.slopes is None:
+        if sums.v is not None:
+            group.add_to_keys(sums.v, sums.first, piece, p, do, 1.0)
+        if wanted.q is None and sums.k is None and wanted.slopes is None:
             continue
         ds = empty_pairs(group, "ds", p.shape)
         ds.copy_(base).baddbmm_(do, v.mT, beta=-1).mul_(p)
@@ -253,8 +266,8 @@ def backward(
             hide(group, ds, factors, 0.0)
         if dq is not None:
             add_product(group, dq, ds, k, scale, i == 0)
-        if wanted.k is not None:
-            group.add_to_keys(wanted.k, piece, ds, q, scale)
+        if sums.k is not None:
+            group.add_to_keys(sums.k, sums.first, piece, ds, q, scale)
         if wanted.slopes is not None:
             group.per_head(wanted.slopes).sub_(group.distance_sum(ds, piece))
     if wanted.q is not None and dq is not None:

@@ -50,11 +50,9 @@ class Bounds:
         if not self._has_given:
             return bound
         bound = bound + self._each("lse", rows, heads, self._log)
-        if self._held["do"].numel():
-            sizes = [self._each(name, rows, heads, self._size) for name in ("do", "v")]
-            products = sizes[0] * sizes[1] * self._held["do"].shape[-1]
-            bound = torch.where(products < torch.finfo(self._acc).max / 4, bound, torch.inf)
-        return bound
+        sizes = [self._each(name, rows, heads, self._norm) for name in ("do", "v")]
+        products = sizes[0] * sizes[1]
+        return torch.where(products < torch.finfo(self._acc).max / 4, bound, torch.inf)
 
     def _each(
         self, name: str, rows: slice, heads: slice, make: Callable[[str, slice, slice], Tensor]
@@ -77,7 +75,7 @@ class Bounds:
             return torch.zeros(x.shape[:2], dtype=self._acc, device="cpu")
         norms = torch.linalg.vector_norm(x, dim=-1, dtype=self._acc)
         if self._ids is not None:
-            norms = norms.masked_fill(self._ids[name == "k"][rows, None] < 0, 0)
+            norms = norms.masked_fill(self._ids[name in "kv"][rows, None] < 0, 0)
         largest: Tensor = norms.amax(dim=-1)
         return largest
 
@@ -86,8 +84,3 @@ class Bounds:
         lse = self._held[name][rows, heads]
         largest: Tensor = lse.abs().masked_fill_(lse == -torch.inf, 0).amax(dim=-1) * LOG2E
         return largest
-
-    def _size(self, name: str, rows: slice, heads: slice) -> Tensor:
-        """Return the largest size of a number in a value or an output's gradient."""
-        x = self._held[name][rows, heads]
-        return torch.maximum(x.amax(dim=(2, 3)), -x.amin(dim=(2, 3))).to(self._acc)

@@ -18,7 +18,7 @@ from plsh.backend import Request
 from plsh.tiles import Integers, Schedule
 from plsh.weights import DecayWeight, StepWeight, Weight
 
-from ._band import LIMITS, Given, Group, Mode, Wanted, backward, forward
+from ._band import LIMITS, Given, Group, Mode, Sums, Wanted, backward, forward
 from ._bounds import Bounds
 from ._cache import TABLES
 from ._scratch import Scratch, fresh
@@ -266,15 +266,13 @@ class Call:
             run(work, parts, self._threads(parts))
         return out, lse
 
-    def backward(
-        self, given: Given, wanted: tuple[bool, bool, bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    def backward(self, given: Given, wanted: tuple[bool, bool, bool, bool]) -> Wanted:
         """Return the gradients that are wanted, by q, k, v and the slopes ``(B, H)``."""
         q, k, v = self.tokens
         to = Wanted(
             fresh(q.shape, q.dtype) if wanted[0] else None,
-            fresh(k.shape, self.acc) if wanted[1] else None,
-            fresh(v.shape, self.acc) if wanted[2] else None,
+            fresh(k.shape, k.dtype) if wanted[1] else None,
+            fresh(v.shape, v.dtype) if wanted[2] else None,
             torch.zeros(q.shape[:2], dtype=torch.float64, device="cpu") if wanted[3] else None,
         )
         if self._is_blank or not q.numel():
@@ -289,21 +287,28 @@ class Call:
                 owned.setdefault((part.rows.start, part.keys.start), []).append(part)
 
             def work(parts: list[Part], scratch: Scratch) -> None:
-                for x in (to.k, to.v):
+                at = parts[0].rows, parts[0].keys
+                own = [None if x is None else x[at] for x in (to.k, to.v)]
+                held = [
+                    x
+                    if x is None or x.dtype == self.acc
+                    else scratch.get(f"sum of {name}", tuple(x.shape), self.acc)
+                    for name, x in zip("kv", own, strict=True)
+                ]
+                for x in held:
                     if x is not None:
-                        x[parts[0].rows, parts[0].keys] = 0
+                        x.zero_()
+                sums = Sums((at[0].start, at[1].start), *held)
                 for part in parts:
                     for group, mode in part.groups(scratch):
-                        backward(group, self.tokens, scale, mode.bounded, given, to)
+                        backward(group, self.tokens, scale, mode.bounded, given, to, sums)
+                for x, total in zip(own, held, strict=True):
+                    if x is not None and total is not None and x is not total:
+                        x.copy_(total)
 
             jobs = sorted(owned.values(), key=lambda parts: -sum(part.pairs for part in parts))
             run(work, jobs, self._threads(itertools.chain(*jobs)))
-        return (
-            to.q,
-            None if to.k is None else to.k.to(k.dtype),
-            None if to.v is None else to.v.to(v.dtype),
-            to.slopes,
-        )
+        return to
 
 
 @functools.lru_cache(maxsize=256)

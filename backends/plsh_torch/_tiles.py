@@ -200,23 +200,43 @@ class Tiles:
         own = to[self._batch, self._head, self._rows.start : self._rows.stop]
         own.copy_(rows if own.shape[0] == rows.shape[0] else rows[: own.shape[0]])
 
-    def add_to_keys(self, to: Tensor, piece: Piece, pairs: Tensor, x: Tensor, scale: float) -> None:
-        """Add ``scale * pairs^T x`` to ``(B, Hkv, Nk, D)``; pairs ``(N, R, W)``, x ``(N, R, D)``.
+    def add_to_keys(
+        self,
+        to: Tensor,
+        first: tuple[int, int],
+        piece: Piece,
+        pairs: Tensor,
+        x: Tensor,
+        scale: float,
+    ) -> None:
+        """Add ``scale * pairs^T x``; pairs ``(N, R, W)``, x ``(N, R, D)``.
 
-        The windows of every m-th tile follow one another, so that they are one batched product.
+        It goes to ``(rows, heads, Nk, D)``, whose first batch row and key head are given.
+
+        Windows overlap: of few tiles each is a product of its own, of many those of every m-th
+        tile, which follow one another, are one batched product.
         """
-        head, at = to[self._batch, self._head // self._tokens.group], self._visited(piece)
-        count = head.shape[0]
+        head = to[self._batch - first[0], self._head // self._tokens.group - first[1]]
+        at, count = self._visited(piece), head.shape[0]
         inside = at.start >= 0 and at.stop <= count
         if inside:
             total = head[at.start : at.stop]
         else:
             total = self.scratch.get("add", (len(at), to.shape[-1]), self.acc).zero_()
         rows, step = self._chunk.rows, piece.blocks
-        for tile in range(min(step, self._chunk.tiles)):
-            left, right = pairs[tile::step], x[tile::step]
-            own = total[tile * rows : (tile + step * left.shape[0]) * rows]
-            own.view(left.shape[0], step * rows, to.shape[-1]).baddbmm_(left.mT, right, alpha=scale)
+        if step >= self._chunk.tiles:
+            # Views are made at once: at each operation a thread may lose the interpreter.
+            windows = self._tiled(total, int(total.storage_offset()), step * rows)
+            for own, left, right in zip(
+                windows.unbind(), pairs.mT.unbind(), x.unbind(), strict=True
+            ):
+                own.addmm_(left, right, alpha=scale)
+        else:
+            for tile in range(step):
+                left, right = pairs[tile::step], x[tile::step]
+                own = total[tile * rows : (tile + step * left.shape[0]) * rows]
+                own = own.view(left.shape[0], step * rows, to.shape[-1])
+                own.baddbmm_(left.mT, right, alpha=scale)
         if not inside:
             here, there = overlap(at, count)
             head[there] += total[here]

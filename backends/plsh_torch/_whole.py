@@ -242,7 +242,19 @@ class Whole:
         own = self.per_head(to)
         own.copy_(x.view(own.shape))
 
-    def add_to_keys(self, to: Tensor, piece: Piece, pairs: Tensor, x: Tensor, scale: float) -> None:
-        """Add ``scale * pairs^T x`` to ``(B, Hkv, Nk, D)``; see `Tiles.add_to_keys`."""
-        own = to[self._batch, self._heads[1], slice(*piece)]
+    def add_to_keys(
+        self,
+        to: Tensor,
+        first: tuple[int, int],
+        piece: Piece,
+        pairs: Tensor,
+        x: Tensor,
+        scale: float,
+    ) -> None:
+        """Add ``scale * pairs^T x``; see `Tiles.add_to_keys`."""
+        rows, heads = (
+            slice(at.start - begin, at.stop - begin)
+            for at, begin in zip((self._batch, self._heads[1]), first, strict=True)
+        )
+        own = to[rows, heads, slice(*piece)]
         own.add_(torch.bmm(pairs.mT, x).view(own.shape), alpha=scale)
