@@ -219,6 +219,20 @@ def test_a_huge_slope_is_self_attention():
         assert np.isfinite(lse).all()
 
 
+def test_rows_that_fill_a_length_up_spoil_no_gradient():
+    """The last of them sees all keys from so far that its derivatives leave float32's range."""
+    arrays = inputs(65, batch=1, heads=1)
+    assert tiling.length_rung(65) - 65 > 25
+    options = {"method": "exact", "slopes": (3.0,)}
+    out, back = jax.vjp(
+        lambda *x: plsh.attention(*x, **options, backend="jax"), *map(jnp.asarray, arrays)
+    )
+    saved = plsh.attention(*arrays, **options, return_lse=True, backend="numpy")
+    grads = plsh.attention_vjp(*arrays, saved, np.ones_like(out), **options, backend="numpy")
+    for got, want in zip(back(jnp.ones_like(out)), grads, strict=False):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 def test_far_keys_alone_are_attended_where_their_weights_underflow():
     """NUM-5: the nearest key is 4000 tokens away, at slope 0.5."""
     q, k, v = inputs(9, 12)

@@ -61,7 +61,7 @@ def _one_by_one(
         branches = [functools.partial(branch, number) for number in range(len(weights))]
         own = row, at[1], ahead, large, q, k, v, ids
         sums = lax.switch(at[0], branches, *own) if len(branches) > 1 else branches[0](*own)
-        return _finish(program, sums, q, ids)
+        return _finish(program, sums, q, ids, given.lengths[0])
 
     moved = jnp.ndim(given.ahead) > 0
     #        q     k      v      ids    ahead  large row   which  place
@@ -132,7 +132,7 @@ def _attend_class(
 
     def head(q: Any, k: Any, v: Any, ids: Any, weight: Any, ahead: Any, large: Any) -> Any:
         sums = attend_head(plan, q, k, v, ids, weight, seen, ahead, len_k, large, any_large)
-        return _finish(program, sums, q, ids)
+        return _finish(program, sums, q, ids, given.lengths[0])
 
     #        q     k      v      ids    weight ahead  large
     heads = (True, False, False, False, True, False, True)
@@ -145,11 +145,13 @@ def _attend_class(
     return found
 
 
-def _finish(program: Program, sums: Any, q: Any, ids: Any) -> tuple[Any, Any]:
+def _finish(program: Program, sums: Any, q: Any, ids: Any, len_q: Any) -> tuple[Any, Any]:
     """Return a head's out ``(Nq, Dv)`` in the dtype of q, and its lse."""
     name: Any = checkpoint_name
     total, out, shift = (name(x, SUMS) for x in sums)
-    out, lse = finish(total, out, shift, None if ids is None else ids[0][1])
+    # Rows that fill a length up may lie so far off that a derivative of theirs is 0 times infinity.
+    real = jnp.arange(q.shape[0], dtype=jnp.int32) < len_q
+    out, lse = finish(total, out, shift, real if ids is None else real & ids[0][1])
     return out.astype(q.dtype), lse - math.log(program.samples) if program.samples else lse
 
 

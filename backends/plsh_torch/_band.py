@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ._tiles import Tiles
+from ._tiles import Sum, Tiles
 from ._weights import LOG2E, Piece
 from ._whole import Whole
 
@@ -212,17 +212,9 @@ class Wanted(NamedTuple):
     """Where gradients go; None where none is asked for."""
 
     q: Tensor | None  # (B, H, Nq, D)
-    k: Tensor | None  # (B, Hkv, Nk, D)
-    v: Tensor | None  # (B, Hkv, Nk, Dv)
+    k: Sum | None
+    v: Sum | None
     slopes: Tensor | None  # (B, H), float64, added to
-
-
-class Sums(NamedTuple):
-    """Where dk and dv of some batch rows and key heads are summed; None where none is asked for."""
-
-    first: tuple[int, int]  # of those rows and heads
-    k: Tensor | None  # (rows, heads, Nk, D), of the accumulation dtype
-    v: Tensor | None  # (rows, heads, Nk, Dv)
 
 
 def backward(
@@ -232,9 +224,8 @@ def backward(
     bounded: bool,
     given: Given,
     wanted: Wanted,
-    sums: Sums,
 ) -> None:
-    """Write the group's rows of dq, add to the sums and the gradient by the slopes.
+    """Write the group's rows of dq, add to dk, dv and the gradient by the slopes.
 
     With the merged output O and P normalised by the merged lse, ``dS = P * (dP - rowsum(dO * O) +
     dlse)``.
@@ -256,9 +247,9 @@ def backward(
         apply(group, p, factors)
         if not bounded:
             hide(group, p, factors, 0.0)
-        if sums.v is not None:
-            group.add_to_keys(sums.v, sums.first, piece, p, do, 1.0)
-        if wanted.q is None and sums.k is None and wanted.slopes is None:
+        if wanted.v is not None:
+            group.add_to_keys(wanted.v, piece, p, do, 1.0)
+        if wanted.q is None and wanted.k is None and wanted.slopes is None:
             continue
         ds = empty_pairs(group, "ds", p.shape)
         ds.copy_(base).baddbmm_(do, v.mT, beta=-1).mul_(p)
@@ -266,8 +257,8 @@ def backward(
             hide(group, ds, factors, 0.0)
         if dq is not None:
             add_product(group, dq, ds, k, scale, i == 0)
-        if sums.k is not None:
-            group.add_to_keys(sums.k, sums.first, piece, ds, q, scale)
+        if wanted.k is not None:
+            group.add_to_keys(wanted.k, piece, ds, q, scale)
         if wanted.slopes is not None:
             group.per_head(wanted.slopes).sub_(group.distance_sum(ds, piece))
     if wanted.q is not None and dq is not None:

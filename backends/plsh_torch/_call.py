@@ -18,12 +18,12 @@ from plsh.backend import Request
 from plsh.tiles import Integers, Schedule
 from plsh.weights import DecayWeight, StepWeight, Weight
 
-from ._band import LIMITS, Given, Group, Mode, Sums, Wanted, backward, forward
+from ._band import LIMITS, Given, Group, Mode, Wanted, backward, forward
 from ._bounds import Bounds
 from ._cache import TABLES
 from ._scratch import Scratch, fresh
 from ._threads import run
-from ._tiles import Shared, Tiles, Tokens, chunks, first_positions, tile_rows
+from ._tiles import Shared, Sum, Tiles, Tokens, chunks, first_positions, tile_rows
 from ._weights import LOG2E, Blocks, Decay, Steps, gentle
 from ._whole import Whole, WholeDecay, WholeSteps, count_pairs
 
@@ -266,17 +266,20 @@ class Call:
             run(work, parts, self._threads(parts))
         return out, lse
 
-    def backward(self, given: Given, wanted: tuple[bool, bool, bool, bool]) -> Wanted:
+    def backward(
+        self, given: Given, wanted: tuple[bool, bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients that are wanted, by q, k, v and the slopes ``(B, H)``."""
-        q, k, v = self.tokens
-        to = Wanted(
-            fresh(q.shape, q.dtype) if wanted[0] else None,
-            fresh(k.shape, k.dtype) if wanted[1] else None,
-            fresh(v.shape, v.dtype) if wanted[2] else None,
-            torch.zeros(q.shape[:2], dtype=torch.float64, device="cpu") if wanted[3] else None,
+        q, k = self.tokens[:2]
+        dq, dk, dv = (
+            fresh(x.shape, x.dtype) if asked else None
+            for x, asked in zip(self.tokens, wanted[:3], strict=True)
+        )
+        by_slope = (
+            torch.zeros(q.shape[:2], dtype=torch.float64, device="cpu") if wanted[3] else None
         )
         if self._is_blank or not q.numel():
-            for x in to:
+            for x in (dq, dk, dv):
                 if x is not None:
                     x.zero_()
         if q.numel() and k.numel():
@@ -287,28 +290,29 @@ class Call:
                 owned.setdefault((part.rows.start, part.keys.start), []).append(part)
 
             def work(parts: list[Part], scratch: Scratch) -> None:
-                at = parts[0].rows, parts[0].keys
-                own = [None if x is None else x[at] for x in (to.k, to.v)]
-                held = [
-                    x
-                    if x is None or x.dtype == self.acc
-                    else scratch.get(f"sum of {name}", tuple(x.shape), self.acc)
-                    for name, x in zip("kv", own, strict=True)
-                ]
-                for x in held:
-                    if x is not None:
-                        x.zero_()
-                sums = Sums((at[0].start, at[1].start), *held)
+                own_k, own_v = (
+                    self._sum(x, parts[0], scratch, name) for name, x in (("dk", dk), ("dv", dv))
+                )
+                to = Wanted(dq, own_k, own_v, by_slope)
                 for part in parts:
                     for group, mode in part.groups(scratch):
-                        backward(group, self.tokens, scale, mode.bounded, given, to, sums)
-                for x, total in zip(own, held, strict=True):
-                    if x is not None and total is not None and x is not total:
-                        x.copy_(total)
+                        backward(group, self.tokens, scale, mode.bounded, given, to)
+                for x, made in ((dk, own_k), (dv, own_v)):
+                    if x is not None and made is not None and x.dtype != self.acc:
+                        x[parts[0].rows, parts[0].keys] = made.x
 
             jobs = sorted(owned.values(), key=lambda parts: -sum(part.pairs for part in parts))
             run(work, jobs, self._threads(itertools.chain(*jobs)))
-        return to
+        return dq, dk, dv, by_slope
+
+    def _sum(self, x: Tensor | None, part: Part, scratch: Scratch, name: str) -> Sum | None:
+        """Return where dk or dv of a part's rows and heads is summed, 0: in place if it may be."""
+        if x is None:
+            return None
+        own = x[part.rows, part.keys]
+        if x.dtype != self.acc:
+            own = scratch.get(f"sum of {name}", tuple(own.shape), self.acc)
+        return Sum(own.zero_(), part.rows.start, part.keys.start)
 
 
 @functools.lru_cache(maxsize=256)

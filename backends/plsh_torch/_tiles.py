@@ -36,6 +36,14 @@ class Tokens(NamedTuple):
     group: int  # query heads of a key head
 
 
+class Sum(NamedTuple):
+    """Where products by key are added up, of some batch rows and key heads."""
+
+    x: Tensor  # (rows, heads, Nk, D), of the accumulation dtype
+    row: int  # the first batch row
+    head: int  # the first key head
+
+
 class Shared:
     """What the chunks of one head, batch row and segment of queries share.
 
@@ -200,29 +208,19 @@ class Tiles:
         own = to[self._batch, self._head, self._rows.start : self._rows.stop]
         own.copy_(rows if own.shape[0] == rows.shape[0] else rows[: own.shape[0]])
 
-    def add_to_keys(
-        self,
-        to: Tensor,
-        first: tuple[int, int],
-        piece: Piece,
-        pairs: Tensor,
-        x: Tensor,
-        scale: float,
-    ) -> None:
+    def add_to_keys(self, to: Sum, piece: Piece, pairs: Tensor, x: Tensor, scale: float) -> None:
         """Add ``scale * pairs^T x``; pairs ``(N, R, W)``, x ``(N, R, D)``.
-
-        It goes to ``(rows, heads, Nk, D)``, whose first batch row and key head are given.
 
         Windows overlap: of few tiles each is a product of its own, of many those of every m-th
         tile, which follow one another, are one batched product.
         """
-        head = to[self._batch - first[0], self._head // self._tokens.group - first[1]]
+        head = to.x[self._batch - to.row, self._head // self._tokens.group - to.head]
         at, count = self._visited(piece), head.shape[0]
         inside = at.start >= 0 and at.stop <= count
         if inside:
             total = head[at.start : at.stop]
         else:
-            total = self.scratch.get("add", (len(at), to.shape[-1]), self.acc).zero_()
+            total = self.scratch.get("add", (len(at), head.shape[1]), self.acc).zero_()
         rows, step = self._chunk.rows, piece.blocks
         if step >= self._chunk.tiles:
             # Views are made at once: at each operation a thread may lose the interpreter.
@@ -235,7 +233,7 @@ class Tiles:
             for tile in range(step):
                 left, right = pairs[tile::step], x[tile::step]
                 own = total[tile * rows : (tile + step * left.shape[0]) * rows]
-                own = own.view(left.shape[0], step * rows, to.shape[-1])
+                own = own.view(left.shape[0], step * rows, head.shape[1])
                 own.baddbmm_(left.mT, right, alpha=scale)
         if not inside:
             here, there = overlap(at, count)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._cache import TABLES
 from ._scratch import Scratch
-from ._tiles import PAIRS, Tokens
+from ._tiles import PAIRS, Sum, Tokens
 from ._weights import LOG2E, Labels, Piece
 
 
@@ -242,19 +242,12 @@ class Whole:
         own = self.per_head(to)
         own.copy_(x.view(own.shape))
 
-    def add_to_keys(
-        self,
-        to: Tensor,
-        first: tuple[int, int],
-        piece: Piece,
-        pairs: Tensor,
-        x: Tensor,
-        scale: float,
-    ) -> None:
+    def add_to_keys(self, to: Sum, piece: Piece, pairs: Tensor, x: Tensor, scale: float) -> None:
         """Add ``scale * pairs^T x``; see `Tiles.add_to_keys`."""
-        rows, heads = (
-            slice(at.start - begin, at.stop - begin)
-            for at, begin in zip((self._batch, self._heads[1]), first, strict=True)
-        )
-        own = to[rows, heads, slice(*piece)]
+        rows, heads = self._batch, self._heads[1]
+        own = to.x[
+            rows.start - to.row : rows.stop - to.row,
+            heads.start - to.head : heads.stop - to.head,
+            slice(*piece),
+        ]
         own.add_(torch.bmm(pairs.mT, x).view(own.shape), alpha=scale)
