@@ -97,21 +97,15 @@ def floors(arrays, method):
 
 
 PEAK = """
-import sys, torch, plsh, plsh_torch
-from plsh import PositionalLSH, Window
+import sys, plsh
+from plsh import PositionalLSH, Window, bench
 sys.path.insert(0, {here!r})
 import bench_torch
-method = {method}
-def highest():
-    with open("/proc/self/status") as status:  # ru_maxrss would be that of the parent
-        return int(next(line for line in status if line.startswith("VmHWM")).split()[1])
-def run(n):
-    x = bench_torch.inputs(n)
-    return x, plsh.attention(*x, method=method, causal=True, backend="torch")
-run(300)
-before = highest()
-held = run({n})
-print((highest() - before) / 1024 - 4 * {n} * 8 * 64 * 4 / 2**20)
+def run(x):
+    return plsh.attention(*x, method={method}, causal=True, backend="torch")
+run(bench_torch.inputs(300))
+x = bench_torch.inputs({n})
+print(bench.host_peak(lambda: run(x)) - x[0].nbytes)
 """
 
 
@@ -119,7 +113,7 @@ def peak(n, method):
     """Return the peak memory of a forward beyond inputs and output, in MiB, in a fresh process."""
     code = PEAK.format(here=__file__.rpartition("/")[0] or ".", method=method, n=n)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return float(run.stdout)
+    return int(run.stdout) / 2**20
 
 
 def against_peers(method, n, repeat, compiled):
