@@ -58,7 +58,7 @@ MUTANTS = [
     Mutant("segments ignored", "_band", "seen=pairs.seen & same", "seen=pairs.seen",
            ORACLE, CROSS),
     Mutant("dead rows divided", "_band",
-           "alive = (total > 0) & real", "alive = total >= 0",
+           "alive = total > 0 if real is None else (total > 0) & real", "alive = total >= 0",
            "test_rows_that_see_no_key_are_zero_and_have_no_gradient", {"method": "exact"}),
     Mutant("rows that fill a length up are real", "_heads", "dtype=jnp.int32) < len_q",
            "dtype=jnp.int32) >= 0", "test_rows_that_fill_a_length_up_spoil_no_gradient", {}),

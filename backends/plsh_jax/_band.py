@@ -122,9 +122,9 @@ def attend_head(
 def finish(total: Any, out: Any, shift: Any, real: Any) -> tuple[Any, Any]:
     """Return what the sums of rows come to, and its lse; 0 and -inf in a row that sees no key.
 
-    `real` says which rows are queries, and not padding.
+    `real` says which queries are not padding, or is None.
     """
-    alive = (total > 0) & real
+    alive = total > 0 if real is None else (total > 0) & real
     safe = jnp.where(alive, total, 1)
     lse = jnp.where(alive, jnp.log(safe) + shift, -jnp.inf)
     return jnp.where(alive[:, None], out / safe[:, None], 0), lse

@@ -150,8 +150,8 @@ def _finish(program: Program, sums: Any, q: Any, ids: Any, len_q: Any) -> tuple[
     name: Any = checkpoint_name
     total, out, shift = (name(x, SUMS) for x in sums)
     # Rows that fill a length up may lie so far off that a derivative of theirs is 0 times infinity.
-    real = jnp.arange(q.shape[0], dtype=jnp.int32) < len_q
-    out, lse = finish(total, out, shift, real if ids is None else real & ids[0][1])
+    total = jnp.where(jnp.arange(q.shape[0], dtype=jnp.int32) < len_q, total, 1)
+    out, lse = finish(total, out, shift, None if ids is None else ids[0][1])
     return out.astype(q.dtype), lse - math.log(program.samples) if program.samples else lse
 
 
