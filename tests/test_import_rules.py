@@ -19,7 +19,7 @@ PUBLIC = {
     "plsh.tiles",
     "plsh.weights",
 }
-DRIVERS = ("plsh.testing.harness", "plsh.conformance.suite", "plsh.bench.peers")
+DRIVERS = ("plsh.testing.harness", "plsh.conformance.suite", "plsh.bench.peers", "plsh.study")
 """Drive the arrays of each framework, and import it inside the functions that do."""
 MATHS = {
     "plsh.alibi",

@@ -20,6 +20,7 @@ from .conformance import add_command as add_conformance
 from .demo import add_command as add_demo
 from .plan import add_command as add_plan
 from .run import add_command as add_run
+from .study import add_command as add_study
 
 __all__ = ["main"]
 
@@ -31,6 +32,7 @@ examples:
   plsh bench --length 8192                      what you would gain, beside what you have
   plsh backends                                 who can compute here
   plsh conformance numpy                        whether a backend does what the standard says
+  plsh study structure                          whether the paper's claims hold
 """
 
 
@@ -117,7 +119,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=Parser
     )
-    for add_command in (add_demo, add_run, add_backends, add_plan, add_bench, add_conformance):
+    for add_command in (
+        add_demo,
+        add_run,
+        add_backends,
+        add_plan,
+        add_bench,
+        add_conformance,
+        add_study,
+    ):
         add_command(commands)
     return parser
 
