@@ -90,17 +90,17 @@ def add_product(
     Strips of keys, of nearly equal length, have products of their own: BLAS may sum one after
     another, starting from what stands there.
     """
-    count = x.shape[1]
-    strips = -(-count // STRIP)
+    strips = -(-x.shape[1] // STRIP)
     if strips == 1:
         to.baddbmm_(pairs, x, beta=0 if fresh else 1, alpha=scale)
         return
+    # Views are made at once: at each operation a thread may lose the interpreter.
+    own = zip(pairs.tensor_split(strips, dim=-1), x.tensor_split(strips, dim=1), strict=True)
     if fresh:
-        to.zero_()
+        to.baddbmm_(*next(own), beta=0, alpha=scale)
     part = group.scratch.get("strip", to.shape, group.acc)
-    for i in range(strips):
-        at = slice(count * i // strips, count * (i + 1) // strips)
-        to.add_(torch.bmm(pairs[..., at], x[:, at], out=part), alpha=scale)
+    for left, right in own:
+        to.add_(torch.bmm(left, right, out=part), alpha=scale)
 
 
 def forward(

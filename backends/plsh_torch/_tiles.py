@@ -223,7 +223,6 @@ class Tiles:
             total = self.scratch.get("add", (len(at), head.shape[1]), self.acc).zero_()
         rows, step = self._chunk.rows, piece.blocks
         if step >= self._chunk.tiles:
-            # Views are made at once: at each operation a thread may lose the interpreter.
             windows = self._tiled(total, int(total.storage_offset()), step * rows)
             for own, left, right in zip(
                 windows.unbind(), pairs.mT.unbind(), x.unbind(), strict=True

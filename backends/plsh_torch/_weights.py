@@ -247,10 +247,10 @@ def diagonal_counts(labels: npt.NDArray[Any], causal: bool) -> Tensor:
     samples, tiles, rows = labels.shape
     line = rows * np.arange(tiles * rows).reshape(tiles, rows)
     begins = np.clip(labels, 0, rows - 1) + line
-    found = np.bincount(begins.ravel(), minlength=line.size * rows)
+    found = np.bincount(begins.ravel(), minlength=line.size * rows).astype(np.float32)
     lower = torch.ones(rows, rows, dtype=torch.float32, device="cpu").tril_()
     # A product with a triangle sums along the rows.
-    counts = torch.from_numpy(found).view(tiles * rows, rows).to(torch.float32) @ lower.T
+    counts = torch.from_numpy(found).view(tiles * rows, rows) @ lower.T
     counts = counts.view(tiles, rows, rows).mul_(lower)
     if not causal:
         counts += counts.tril(-1).mT
