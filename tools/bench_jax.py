@@ -1,17 +1,18 @@
 """Measure the JAX backend against jax.nn.dot_product_attention: ratios, errors, memory, growth.
 
     python tools/bench_jax.py [SECTION...] [--length 8192] [--long 65536] [--repeat 5]
-        [--way fwd|grad]
+        [--way fwd|grad] [--peer bias|window]
 
 Sections: `lsh` and `window` (time and error beside the peers'), `long` (time, compilation and
 memory at --long), `small` (n=128 outside of jit), `programs` (compiled for many lengths).
 
 Causal, B=1, H=8, D=64, float32, standard slopes, all jitted. Each figure is the median of warm
-runs, peer and backend in turn. Error is the relative Frobenius error of the output, on sampled
-rows, against exact ALiBi in float64. The peers are `jax.nn.dot_product_attention` with a dense
-ALiBi bias and, without one, with the local window of the widest head. The floor is the two bare
-batched products, q k and p v, of the tiles that the band kernel visits; the gradient's is that of
-seven products instead of two.
+runs, peer and backend in turn: of two calls in a row the second, as the first still pays for the
+gigabytes that a peer took and gave back. Error is the relative Frobenius error of the output, on
+sampled rows, against exact ALiBi in float64. The peers are `jax.nn.dot_product_attention` with a
+dense ALiBi bias and, without one, with the local window of the widest head. The floor is the two
+bare batched products, q k and p v, of the tiles that the band kernel visits; the gradient's is that
+of seven products instead of two.
 """
 
 import argparse
@@ -61,6 +62,7 @@ def with_gradient(f):
 
 
 def timed(f, *arrays):
+    """Return the seconds of a call."""
     start = time.perf_counter()
     jax.block_until_ready(f(*arrays))
     return time.perf_counter() - start
@@ -123,6 +125,7 @@ def pairs(method, n, slopes):
 
 
 PRODUCTS = {"fwd": 1, "grad": 3.5}
+PEERS = ("bias", "window")
 METHODS = {"lsh": plsh.PositionalLSH(), "window": plsh.Window()}
 
 
@@ -130,12 +133,15 @@ def ours(method):
     return lambda q, k, v: plsh.attention(q, k, v, method=method, causal=True, backend="jax")
 
 
-def beside_peers(method, n, repeat, ways):
+def beside_peers(method, n, repeat, ways, peers):
     """Print times of forward and gradient, peers in turn, and the error."""
     case, slopes, arrays = bench.Case(n), plsh.alibi_slopes(H), inputs(n)
     widest = int(max(plsh.theory.window_width(slopes, plsh.Window().tol)))
-    bias = bench.PEERS["jax-bias"].make(case)
-    calls = {"plsh": ours(method), "bias": bias, "window": local_window(widest)}
+    calls = {"plsh": ours(method)}
+    if "bias" in peers:
+        calls["bias"] = bench.PEERS["jax-bias"].make(case)
+    if "window" in peers:
+        calls["window"] = local_window(widest)
     runs, took = {}, {}
     for name, f in calls.items():
         for way in ways:
@@ -147,10 +153,10 @@ def beside_peers(method, n, repeat, ways):
     got = np.asarray(calls["plsh"](*arrays))
     error = bench.error(got, bench.exact_rows(case, case.inputs()))
     seconds = {key: [] for key in runs}
-    for turn in range(repeat + 1):
+    for _ in range(repeat):
         for key, run in runs.items():
-            spent = timed(run)
-            seconds[key] += [spent] if turn else []  # the first is a warm-up
+            timed(run)
+            seconds[key].append(timed(run))
     t = {key: statistics.median(x) for key, x in seconds.items()}
     tiles = sum(steps * tiles * rows * columns for steps, tiles, rows, columns in shapes)
     print(f"{method!r}: error against ALiBi {error:.1e}; pairs visited over those of positive"
@@ -161,7 +167,7 @@ def beside_peers(method, n, repeat, ways):
         print(f"  {way} {own * 1e3:.0f} ms, {over:.2f} of its floor, compiled in"
               f" {took['plsh', way]:.1f} s;" + ";".join(
             f" {t[name, way] / own:.1f}x jax.nn with {name} ({t[name, way] * 1e3:.0f} ms)"
-            for name in ("bias", "window")))  # fmt: skip
+            for name in peers))  # fmt: skip
 
 
 def lengths(method, n, long):
@@ -206,6 +212,7 @@ def main():
     parser.add_argument("--long", type=int, default=65536)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--way", choices=PRODUCTS, help="measure the gradient or forward only")
+    parser.add_argument("--peer", choices=PEERS, help="measure beside this one only")
     args = parser.parse_args()
     if unknown := set(args.sections) - set(sections):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(sections)}")
@@ -214,7 +221,8 @@ def main():
     for section in args.sections or sections:
         if section in METHODS:
             ways = (args.way,) if args.way else tuple(PRODUCTS)
-            beside_peers(METHODS[section], args.length, args.repeat, ways)
+            peers = (args.peer,) if args.peer else PEERS
+            beside_peers(METHODS[section], args.length, args.repeat, ways, peers)
         elif section == "long":
             for method in METHODS.values():
                 lengths(method, args.length, args.long)
