@@ -331,6 +331,26 @@ def test_a_switched_model_compiles_without_a_break(family):
         close(got, logits(model, rows, use_cache=False, **more))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script(_method)?. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("family", ["bloom", "llama"])
+def test_inductor_trains_a_switched_model_as_eager(family):
+    """U070: every parameter's gradient, of padded rows."""
+    model = native_model(family) if family != "llama" else interface_model()
+    on_plsh.switch(model, "window").train()
+    rows, mask = padded(tokens(), [PAD, PAD])
+
+    def gradients(of):
+        model.zero_grad()
+        of(rows, labels=rows, attention_mask=mask, use_cache=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    want = gradients(model)
+    for got, x in zip(gradients(torch.compile(model, fullgraph=True)), want, strict=True):
+        assert (got - x).norm() <= 2e-6 * x.norm() + 1e-12
+
+
 def test_switching_one_model_leaves_another_of_the_same_config_alone():
     config = BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4)
     one, other = BloomForCausalLM(config).eval(), BloomForCausalLM(config).eval()
