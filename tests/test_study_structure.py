@@ -199,7 +199,7 @@ def test_an_output_that_cannot_be_made_is_refused_before_any_work(call, tmp_path
     assert "cannot make --output" in got.err
 
 
-@pytest.mark.parametrize("name", ["structure", "training"])
+@pytest.mark.parametrize("name", ["structure", "reduction", "training", "model"])
 def test_help_has_an_example_that_parses(call, name):
     got = call("study", name, "--help")
     examples = [x.split() for x in got.out.splitlines() if x.startswith(f"  plsh study {name}")]

@@ -74,7 +74,11 @@ def attention_fn(
         **others: Any,
     ) -> Any:
         _refuse("bias", bias, f"{_DENSE}; use slopes=")
-        _refuse("mask", mask, f"{_DENSE}; use attention_fn(causal=True)")
+        _refuse(
+            "mask",
+            mask,
+            f"{_DENSE}; use attention_fn(causal=True), and decode by plsh.attention(…, q_offset=…)",
+        )
         _refuse("module", module, "attention weights are never formed, so none can be sown")
         for name, own in (
             ("einsum_dot_general", einsum_dot_general),

@@ -14,6 +14,7 @@ Results are JSON under --output, figures PNG beside them; docs/study.md is made 
 
 examples:
   plsh study structure --quick
+  plsh study reduction --quick
   plsh study training --quick --output results
 """
 
@@ -28,7 +29,9 @@ def add_command(commands: Any) -> None:
         title="studies", metavar="STUDY", required=True, parser_class=Parser
     )
     _add_structure(studies)
+    _add_reduction(studies)
     _add_training(studies)
+    _add_model(studies)
 
 
 def _add_study(studies: Any, name: str, call: Any, summary: str, epilog: str) -> Any:
@@ -85,6 +88,39 @@ def _structure(args: argparse.Namespace) -> None:
     output.leave("structure", settings, found, folder, figures.structure)
 
 
+# --- reduction ------------------------------------------------------------------------------------
+
+_REDUCTION = """\
+Errors of the output against s: random logits, inputs optimised against the drawn masks, the byte
+model in the box and, by --model, any causal model that transformers' save_pretrained wrote into a
+folder. Beside lsh, windows of exact ALiBi at its arithmetic and at its bandwidth; the bounds of
+theorem 2.2; time against the length.
+
+examples:
+  plsh study reduction --quick
+  plsh study reduction --model my-bloom --text book.txt
+"""
+
+
+def _add_reduction(studies: Any) -> None:
+    summary = "measure attention under random masks against ALiBi's (theorem 2.2)"
+    parser = _add_study(studies, "reduction", _reduction, summary, _REDUCTION)
+    parser.add_argument(
+        "--retime", action="store_true", help="time anew, keep the errors of an earlier run"
+    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a folder of save_pretrained")
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="default: the help topics of Python itself"
+    )
+
+
+def _reduction(args: argparse.Namespace) -> None:
+    _need("torch", "matplotlib")
+    from ..study import reduction_command
+
+    reduction_command.run(args, _shown(args))
+
+
 # --- training -------------------------------------------------------------------------------------
 
 _TRAINING = """\
@@ -117,3 +153,30 @@ def _training(args: argparse.Namespace) -> None:
     from ..study import training_command
 
     training_command.run(args, _shown(args))
+
+
+# --- the model in the box -------------------------------------------------------------------------
+
+_MODEL = """\
+It trains on all documentation in the standard library, for an hour or two on one core, and goes on
+from its checkpoint when the command is given again. --output/model/weights.npz is the file that
+plsh.byte_model reads.
+
+example:
+  plsh study model --output results
+"""
+
+
+def _add_model(studies: Any) -> None:
+    summary = "train the byte model that ships with plsh"
+    parser = _add_study(studies, "model", _model, summary, _MODEL)
+    parser.add_argument(
+        "--threads", type=integer(1), default=1, metavar="T", help="of torch (default 1)"
+    )
+
+
+def _model(args: argparse.Namespace) -> None:
+    _need("torch", "tqdm")
+    from ..study import training_command
+
+    training_command.model(args, _shown(args))

@@ -22,9 +22,9 @@ class Arm:
 
     Parameters
     ----------
-    kind : {"exact", "window", "lsh", "no bias", "fixed blocks", "mean"}
-        mean: the s outputs, each normalised on its own, are averaged, which is not the
-        estimator of theorem 2.2.
+    kind : {"exact", "window", "window tol", "lsh", "no bias", "fixed blocks", "mean"}
+        window tol: ALiBi but for weights below 1e-6. mean: the s outputs, each normalised on its
+        own, are averaged, which is not the estimator of theorem 2.2.
     samples : int
         Masks, of lsh and mean.
     fresh : bool
@@ -68,6 +68,8 @@ class Arm:
                 method = PositionalLSH(self.samples, sampler=SAMPLER, seed=key)
             case "window":
                 method = Window([round(WINDOW_SIGMAS / m) for m in slopes])
+            case "window tol":
+                method = Window()
             case "no bias":
                 given = (0.0,) * len(slopes)
             case "fixed blocks":  # of the mean width, from position 0 on, in every layer

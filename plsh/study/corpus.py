@@ -1,5 +1,8 @@
 """Text to train on, without its own repetitions, so that held-out text is not in the training's."""
 
+import ast
+import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +23,41 @@ class Corpus(NamedTuple):
     train: Bytes
     held_out: Bytes
     source: str
+
+
+def documentation() -> Corpus:
+    """Return all documentation in Python's standard library: its help topics and docstrings.
+
+    Held out is the same part of the topics as by `load`, and the last tenth of the docstrings.
+    """
+    topics = load(None, 0)
+    held = (topics.train.tobytes() + topics.held_out.tobytes()).split(b"\n\n")
+    told = dict.fromkeys(p for text in _docstrings() for p in text.encode().split(b"\n\n"))
+    for paragraph in held:
+        told.pop(paragraph, None)
+    tokens = np.frombuffer(b"\n\n".join(told), dtype=np.uint8)
+    cut = tokens.size - int(_HELD_OUT * tokens.size)
+    return Corpus(
+        np.concatenate([tokens[:cut], topics.train]),
+        np.concatenate([topics.held_out, tokens[cut:]]),
+        "pydoc_data.topics and the docstrings of the standard library",
+    )
+
+
+def _docstrings() -> Iterator[str]:
+    """Yield the docstrings of the modules of the standard library, tests left out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if parts[0] == "site-packages" or {"test", "tests", "idlelib", "lib2to3"} & set(parts):
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):  # templates, and files that are wrong on purpose
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield ast.get_docstring(node) or ""
 
 
 def load(path: Path | None, least: int) -> Corpus:

@@ -40,6 +40,14 @@ def _band(axis: Any, x: Sequence[float], repeats: Sequence[Sequence[float]], **s
     axis.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
 
 
+def _sizes(axis: Any, values: Sequence[int], name: str) -> None:
+    """Make the axis of x logarithmic, with the sizes that were measured as its ticks."""
+    axis.set_xscale("log")
+    axis.set_xticks(values, [str(v) for v in values])
+    axis.minorticks_off()
+    axis.set_xlabel(name)
+
+
 # --- structure ------------------------------------------------------------------------------------
 
 
@@ -95,7 +103,8 @@ def _structure_errors(document: Mapping[str, Any], path: Path) -> None:
                 ):
                     y = [c[key] / s for c, s in zip(bounded, norm, strict=True)]
                     axis.plot(x, y, style, label=label)
-            axis.set(xscale="log", yscale="log", xlabel="masks s")
+            axis.set_yscale("log")
+            _sizes(axis, x, "masks s")
         axes[0, column].set_title(f"sigma = {sigma}, n = {n}", fontsize=10)
     axes[0, 0].set_ylabel("relative spectral error")
     axes[1, 0].set_ylabel("largest entry of the error")
@@ -123,9 +132,10 @@ def _structure_blocks(document: Mapping[str, Any], path: Path) -> None:
         at = sorted((r for r in own if r["samples"] == some), key=lambda r: r["n"])
         scaled = [[x / sigma for x in r["longest"]] for r in at]
         _band(axes[0, 1], [r["n"] for r in at], scaled, color=colour, label=sampler)
-    axes[0, 0].set(xscale="log", xlabel="masks s", ylabel="longest block / sigma")
+    axes[0, 0].set_ylabel("longest block / sigma")
+    _sizes(axes[0, 0], samples[middle], "masks s")
     axes[0, 0].set_title(f"sigma = {sigma}, n = {middle}", fontsize=10)
-    axes[0, 1].set(xscale="log", xlabel="length n")
+    _sizes(axes[0, 1], lengths, "length n")
     axes[0, 1].set_title(f"sigma = {sigma}, s = {some}", fontsize=10)
     axes[0, 0].legend(fontsize=8)
     save(figure, path)
@@ -209,6 +219,114 @@ def _training_swapped(document: Mapping[str, Any], path: Path) -> None:
         if runs:
             bits = np.mean([r[name]["bits_per_byte"] for r in runs])
             axis.axhline(bits, color="black", linestyle=line, linewidth=1, label=name)
-    axis.set(xscale="log", xlabel="masks s", ylabel="bits per byte of the model trained exactly")
+    axis.set_ylabel("bits per byte of the model trained exactly")
+    if runs:
+        _sizes(axis, samples, "masks s")
     axis.legend(fontsize=8)
+    save(figure, path)
+
+
+# --- reduction ------------------------------------------------------------------------------------
+
+_METHODS = {
+    "lsh iid": ("tab:blue", "-"),
+    "lsh stratified": ("tab:orange", "-"),
+    "window at the pairs": ("tab:red", "--"),
+    "window at the bandwidth": ("tab:purple", "--"),
+}
+_LEAST = 1e-9
+"""Errors are drawn from here on."""
+
+
+def reduction(document: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Draw errors of outputs beside windows and bounds, their rows, and time."""
+    paths = [folder / f"reduction-{name}.png" for name in ("errors", "bounds", "rows", "time")]
+    _reduction_errors(document, paths[0])
+    _reduction_bounds(document, paths[1])
+    _reduction_rows(document, paths[2])
+    _reduction_time(document, paths[3])
+    return paths
+
+
+def _over_heads(
+    cells: Sequence[Mapping[str, Any]], metric: str
+) -> tuple[list[int], list[list[float]]]:
+    """Return samples, and for each the repetitions of a metric averaged over the heads."""
+    samples = sorted({c["samples"] for c in cells})
+    means = [
+        np.mean([c["metrics"][metric] for c in cells if c["samples"] == s], axis=0).tolist()
+        for s in samples
+    ]
+    return samples, means
+
+
+def _reduction_errors(document: Mapping[str, Any], path: Path) -> None:
+    """Draw relative errors against the samples, lsh and windows at its cost, for each input."""
+    cells = document["cells"]
+    names = list(dict.fromkeys(c["inputs"] for c in cells))
+    columns = 3
+    figure, axes = _panels(-(-len(names) // columns), columns, 3.0 * -(-len(names) // columns))
+    for axis in axes.flat[len(names) :]:
+        axis.set_axis_off()
+    for name, axis in zip(names, axes.flat, strict=False):
+        for method, (colour, line) in _METHODS.items():
+            own = [c for c in cells if (c["inputs"], c["method"]) == (name, method)]
+            samples, errors = _over_heads(own, "relative")
+            drawn = [[max(e, _LEAST) for e in row] for row in errors]
+            _band(axis, samples, drawn, color=colour, linestyle=line, label=method)
+        axis.set_yscale("log")
+        _sizes(axis, samples, "masks s")
+        axis.set_title(name, fontsize=9)
+    for row in axes:
+        row[0].set_ylabel("relative error of the output")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
+    save(figure, path)
+
+
+def _reduction_bounds(document: Mapping[str, Any], path: Path) -> None:
+    """Draw the largest error over heads beside the bound, for each input."""
+    figure, axes = _panels(1, 1, 4.0)
+    cells = [c for c in document["cells"] if c["method"] == "lsh iid"]
+    for name in dict.fromkeys(c["inputs"] for c in cells):
+        own = [c for c in cells if c["inputs"] == name]
+        samples, errors = _over_heads(own, "absolute")
+        _, bounds = _over_heads(own, "bound")
+        (line,) = axes[0, 0].plot(samples, np.mean(errors, axis=1), marker=".", label=name)
+        axes[0, 0].plot(samples, np.mean(bounds, axis=1), ":", color=line.get_color())
+    axes[0, 0].set_yscale("log")
+    _sizes(axes[0, 0], samples, "masks s")
+    axes[0, 0].set_ylabel("rms error of rows / largest |v|; dotted: bound")
+    axes[0, 0].legend(fontsize=8)
+    save(figure, path)
+
+
+def _reduction_rows(document: Mapping[str, Any], path: Path) -> None:
+    """Draw quantiles over rows, and the error of numerators beside that of outputs."""
+    cells = [c for c in document["cells"] if c["method"] == "lsh iid"]
+    names = list(dict.fromkeys(c["inputs"] for c in cells))
+    figure, axes = _panels(1, 3, 3.4)
+    for name in names:
+        own = [c for c in cells if c["inputs"] == name]
+        for axis, metric in zip(axes[0], ("row median", "row 99 %", "unnormalised"), strict=True):
+            samples, errors = _over_heads(own, metric)
+            axis.plot(samples, np.mean(errors, axis=1), marker=".", label=name)
+            axis.set_yscale("log")
+            _sizes(axis, samples, "masks s")
+            axis.set_title(f"relative error, {metric}", fontsize=9)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
+    save(figure, path)
+
+
+def _reduction_time(document: Mapping[str, Any], path: Path) -> None:
+    """Draw the time of a call against the length."""
+    figure, axes = _panels(1, 1, 3.4)
+    for name, fit in document["exponents"].items():
+        own = [r for r in document["times"] if r["method"] == name]
+        label = f"{name}, exponent {fit['mean']:.2f}"
+        _band(axes[0, 0], [r["n"] for r in own], [r["seconds"] for r in own], label=label)
+    axes[0, 0].set(yscale="log", ylabel="seconds of a call")
+    _sizes(axes[0, 0], document["settings"]["time_lengths"], "length n")
+    axes[0, 0].legend(fontsize=8)
     save(figure, path)

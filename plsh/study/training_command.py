@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from . import corpus, figures, output
+from ..cli.common import write
+from . import box, corpus, figures, output
 from .arms import TRAINED
 from .language_model import Shape
 from .training import Run, Settings, table
@@ -40,6 +41,19 @@ def run(args: argparse.Namespace, show: bool) -> None:
     runs = [{k: v for k, v in r.items() if k != "identity"} for r in results]
     found = {"text": results[0]["identity"]["text"], "runs": runs, "claims": claims}
     output.leave("training", settings, found, folder, figures.training)
+
+
+def model(args: argparse.Namespace, show: bool) -> None:
+    """Train the model in the box and say how good it is."""
+    torch.set_num_threads(args.threads)
+    settings = box.QUICK if args.quick else box.SETTINGS
+    folder = output.folder_of(args.output) / "model"
+    text = corpus.load(None, settings.least_bytes) if args.quick else corpus.documentation()
+    after = _Bars() if show else lambda run: None
+    found = box.run(settings, text, folder, after)
+    for name, bits in found["bits per byte"].items():
+        write(f"{bits:.4f} bits per byte of held-out text, weights in {name}")
+    write(f"wrote {found['path']}, {found['file bytes']} bytes")
 
 
 class _Bars:

@@ -1,0 +1,118 @@
+"""Decoding token by token with a KV cache that holds no more than a head can see."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..attention import attention
+from ..methods import resolve
+from .model import BYTES, ByteModel, Float, of_layer
+
+
+class Cache:
+    """Keys and values of each layer, the positions that no head still sees cut off.
+
+    It attends for `ByteModel.logits`: new tokens at `position` on, keys from `k_offset` on.
+
+    Parameters
+    ----------
+    model : ByteModel
+    method : str or method object
+        As for `plsh.attention`.
+    trim : bool, default True
+        False keeps all keys, to compare with.
+    options
+        For `plsh.attention`, such as ``backend="numpy"``.
+
+    Attributes
+    ----------
+    position : int
+        Of the next token.
+    """
+
+    def __init__(self, model: ByteModel, method: Any, trim: bool = True, **options: Any) -> None:
+        self.model, self.options = model, options
+        self.methods = [of_layer(method, layer) for layer in range(model.layers)]
+        reach = [
+            max(resolve(m, None, model.slopes, model.heads).weight.bandwidths) for m in self.methods
+        ]
+        self._reach = reach if trim else [None] * model.layers
+        self._keys: list[Any] = [None] * model.layers
+        self._values: list[Any] = [None] * model.layers
+        self.position = 0
+
+    def logits(self, tokens: Any) -> Float:
+        """Return the model's logits of the tokens that come next, ``(n, 256)``."""
+        logits = self.model.logits(tokens, self._attend)
+        self.position += len(logits)
+        return logits
+
+    def _attend(self, layer: int, q: Any, k: Any, v: Any) -> Any:
+        if self._keys[layer] is not None:
+            k = np.concatenate([self._keys[layer], k], axis=2)
+            v = np.concatenate([self._values[layer], v], axis=2)
+        end = self.position + q.shape[2]
+        out = attention(
+            q,
+            k,
+            v,
+            method=self.methods[layer],
+            slopes=self.model.slopes,
+            causal=True,
+            q_offset=self.position,
+            k_offset=end - k.shape[2],
+            **self.options,
+        )
+        reach = self._reach[layer]
+        kept = k.shape[2] if reach is None else min(k.shape[2], reach)  # what position `end` sees
+        self._keys[layer] = k[:, :, k.shape[2] - kept :].copy()
+        self._values[layer] = v[:, :, v.shape[2] - kept :].copy()
+        return out
+
+    @property
+    def tokens(self) -> int:
+        """How many positions the longest layer holds."""
+        return max(0 if k is None else int(k.shape[2]) for k in self._keys)
+
+    @property
+    def bytes(self) -> int:
+        """How much memory keys and values take."""
+        return sum(x.nbytes for x in (*self._keys, *self._values) if x is not None)
+
+
+def generate(
+    cache: Cache, prompt: bytes, count: int, temperature: float = 0.8, seed: int = 0
+) -> Iterator[int]:
+    """Continue a text, byte by byte.
+
+    Parameters
+    ----------
+    cache : Cache
+        Empty, or of the text before the prompt.
+    prompt : bytes
+        At least one.
+    count : int
+        Bytes to draw.
+    temperature : float
+        0 takes the likeliest byte.
+    seed : int
+        Of the draws.
+
+    Yields
+    ------
+    int
+        The bytes that follow the prompt.
+    """
+    draw = np.random.Generator(np.random.Philox(key=np.array([seed, 0], dtype=np.uint64)))
+    logits = cache.logits(prompt)[-1]
+    for left in range(count, 0, -1):
+        if temperature == 0:
+            token = int(np.argmax(logits))
+        else:
+            scaled = (logits - logits.max()).astype(np.float64) / temperature
+            chance = np.exp(scaled)
+            token = int(draw.choice(BYTES, p=chance / chance.sum()))
+        yield token
+        if left > 1:
+            logits = cache.logits(bytes([token]))[-1]
