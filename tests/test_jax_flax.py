@@ -5,9 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import plsh_jax
 import pytest
-
-pytest.importorskip("flax", reason="flax is not installed; pip install -e '.[test]'")
-
 from flax import linen, nnx
 
 PLAIN = plsh_jax.attention_fn("exact", slopes=0.0)
