@@ -5,6 +5,7 @@ import inspect
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import plsh
-from plsh import registry
+from plsh import byte_model, registry
 from plsh.backend import Capabilities, Harness
 from plsh.cli import archive, calibrate, common, cost, demo, main, plan, run, text
 from plsh.methods import resolve
@@ -119,7 +120,7 @@ def test_version_is_that_of_the_package(call):
 def test_help_has_an_example_that_parses(call, command):
     got = call(command, "--help")
     assert (got.status, got.err) == (0, "")
-    example = got.out.rpartition("example:")[2]
+    example = re.split("examples?:", got.out)[-1]
     lines = [line.split() for line in example.splitlines() if f"plsh {command} " in line]
     assert lines
     for line in lines:
@@ -153,7 +154,7 @@ def test_an_interrupt_gives_130_and_no_traceback(call, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "embed", interrupt)
-    got = call("demo", "--length", "8")
+    got = call("demo", "--length", "8", "--heads", "2")
     assert (got.status, got.err) == (130, "")
 
 
@@ -914,6 +915,62 @@ def test_demo_takes_a_text_and_says_when_it_repeats_it(call, tmp_path):
     errors = [[row[-1] for row in rows_of(x.out)[0]] for x in (got, again)]
     assert errors[0] == errors[1]
     assert "repeated" not in call(*argv, "--length", 20).out
+
+
+def bits_of(out):
+    """Parse the table of the byte model: bits by (method, backend)."""
+    lines = out.partition("\nunder ")[2].partition("\n\n")[0].splitlines()[1:]
+    rows = [line.rsplit(maxsplit=4) for line in lines]
+    return {(row[0].strip(), row[1]): float(row[4]) for row in rows}
+
+
+def test_demo_runs_the_byte_model_under_each_method(call, tmp_path, boxed):
+    path = tmp_path / "text"
+    path.write_bytes(text.default_text()[:150])
+    argv = ("demo", "--text", path, "--length", 150, "--backend", "numpy,boxed", "--seed", 3)
+    got = call(*argv)
+    assert (got.status, got.err) == (0, "")
+    model, tokens = byte_model.load(), path.read_bytes()
+    found = bits_of(got.out)
+    methods = {
+        "exact": plsh.Exact(),
+        "window tol=1e-06": plsh.Window(),
+        "lsh samples=4 stratified seed=3": plsh.PositionalLSH(4, seed=3),
+        "lsh samples=16 iid seed=3": plsh.PositionalLSH(16, sampler="iid", seed=3),
+    }
+    for name, method in methods.items():
+        logits = model.logits(tokens, model.attention(method)).astype(np.float64)
+        chance = np.exp(logits[:-1]) / np.exp(logits[:-1]).sum(-1, keepdims=True)
+        expected = np.mean([-np.log2(p[t]) for p, t in zip(chance, tokens[1:], strict=True)])
+        assert found[name, "numpy"] == pytest.approx(expected, abs=2e-4)
+        assert found[name, "boxed"] == pytest.approx(expected, abs=2e-4)
+    # Then the methods attend with its last layer's q, k, v.
+    errors = {row[0]: float(row[-1]) for row in rows_of(got.out)[0]}
+    layers = []
+    exact = model.attention("exact")
+    model.logits(tokens, lambda *given: layers.append(given[1:]) or exact(*given))
+    options = {"slopes": model.slopes, "causal": True}
+    lsh = plsh.attention(*layers[-1], method=plsh.PositionalLSH(4, seed=3), **options)
+    true = oracle(*layers[-1], **options).out
+    error = np.linalg.norm(lsh - true) / np.linalg.norm(true)
+    assert errors["lsh samples=4 stratified"] == pytest.approx(error, rel=0.06)
+
+
+@pytest.mark.parametrize("method", ["exact", "window", "lsh"])
+def test_demo_continues_a_text(call, method):
+    argv = ("demo", "--generate", 20, "--prompt", "import os", "--method", method)
+    got = call(*argv, "--temperature", 0)
+    assert (got.status, got.err) == (0, "")
+    assert "import os" in got.out
+    assert "28 positions" in got.out
+    options = {"window": plsh.Window(), "exact": plsh.Exact(), "lsh": plsh.PositionalLSH(seed=0)}
+    cache = byte_model.Cache(byte_model.load(), options[method], trim=False)
+    expected = bytes(byte_model.generate(cache, b"import os", 20, temperature=0))
+    assert f"import os{expected.decode(errors='replace')}\n" in got.out
+
+
+def test_demo_refuses_a_prompt_without_a_count(refused):
+    assert "--prompt needs --generate N" in refused("demo", "--prompt", "text")
 
 
 def test_demo_seed_changes_lsh_only(call):

@@ -5,6 +5,6 @@ caller, so that the same model runs under every method and backend.
 """
 
 from .cache import Cache, generate
-from .model import ByteModel, load, quantise, save
+from .model import Attend, ByteModel, load, quantise, save
 
-__all__ = ["ByteModel", "Cache", "generate", "load", "quantise", "save"]
+__all__ = ["Attend", "ByteModel", "Cache", "generate", "load", "quantise", "save"]

@@ -1,35 +1,42 @@
 """``plsh demo``: what each method costs and how far off it is, on real text."""
 
 import argparse
+import contextlib
+import math
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from .. import byte_model
 from ..alibi import slopes_of
 from ..attention import attention
+from ..byte_model.model import bits_per_byte, of_layer
 from ..methods import Exact, Method, PositionalLSH, Window, resolve
 from ..partition import MAX_POSITION
 from ..weights import Weight
-from . import cost
-from .common import Caller, describe, integer, relative_error, write
+from . import continuation, cost
+from .common import Caller, CliError, describe, integer, relative_error, write
 from .common import add_command as add
 from .text import embed, load_text
 
 NDArray = npt.NDArray[Any]
 
 _EPILOG = """\
-q, k, v come from the text by a fixed byte n-gram embedding (plsh.cli.text.embed); causal, ALiBi
-slopes, float32. Pairs are those with weight > 0, over all heads; seconds and peak memory (beyond
-the inputs, as tracemalloc sees it) are of one call each, seconds with placing the blocks; the
-error is the relative Frobenius error of the whole output.
+The byte model that ships with plsh (plsh.byte_model) reads the text under each method; then the
+methods attend with the q, k, v of its last layer. With --heads or --head-dim a fixed byte n-gram
+embedding of that size (plsh.cli.text.embed) takes its place. Causal, ALiBi slopes, float32. Pairs
+are those with weight > 0, over all heads; seconds and peak memory (beyond the inputs, as
+tracemalloc sees it) are of one call each, seconds with placing the blocks; the error is the
+relative Frobenius error of the whole output.
 
-example:
+examples:
   plsh demo --text book.txt --length 32768
+  plsh demo --generate 300 --method lsh
 """
 
 EXACT_LENGTH = 2048
@@ -44,25 +51,24 @@ _CHECKED = 64
 """Queries on which the yardstick of the far table is itself compared with exact."""
 
 _COLUMNS = "{:<41}  {:>8}  {:>9}  {:>9}  {:>9}"
+_BITS_COLUMNS = "{:<41}  {:>9}  {:>8}  {:>9}  {:>8}"
 
 
 class _Data(NamedTuple):
-    """Inputs ``(1, H, n, D)`` float32."""
+    """Inputs ``(1, H, n, D)`` float32, and a slope for each head."""
 
     q: NDArray
     k: NDArray
     v: NDArray
+    slopes: tuple[float, ...]
 
     def first(self, n: int) -> "_Data":
-        return _Data(*(np.ascontiguousarray(x[:, :, :n]) for x in self))
+        q, k, v = (np.ascontiguousarray(x[:, :, :n]) for x in self[:3])
+        return _Data(q, k, v, self.slopes)
 
     @property
     def length(self) -> int:
         return int(self.q.shape[2])
-
-    @property
-    def slopes(self) -> tuple[float, ...]:
-        return slopes_of(self.q.shape[1])
 
 
 def add_command(commands: Any) -> None:
@@ -84,28 +90,73 @@ def add_command(commands: Any) -> None:
         help=f"up to where exact is computed (default {EXACT_LENGTH})",
     )
     parser.add_argument(
-        "--heads", type=integer(1), default=HEADS, metavar="H", help=f"default {HEADS}"
+        "--heads", type=integer(1), metavar="H", help=f"of the embedding (then default {HEADS})"
     )
     parser.add_argument(
-        "--head-dim", type=integer(1), default=HEAD_DIM, metavar="D", help=f"default {HEAD_DIM}"
+        "--head-dim", type=integer(1), metavar="D", help=f"likewise (then default {HEAD_DIM})"
     )
     parser.add_argument(
         "--seed", type=integer(0, 2**64 - 1), default=0, metavar="S", help="of the partitions"
     )
-    parser.add_argument("--backend", metavar="NAME", help="default: the one for NumPy arrays")
+    parser.add_argument(
+        "--backend",
+        type=lambda names: tuple(names.split(",")),
+        metavar="NAME[,NAME...]",
+        help="default: the one for NumPy arrays; the model runs on each, the rest on the first",
+    )
+    text = parser.add_argument_group("to continue a text")
+    text.add_argument(
+        "--generate", type=integer(1), metavar="N", help="draw N bytes from the byte model instead"
+    )
+    text.add_argument("--prompt", metavar="TEXT", help="what they follow")
+    text.add_argument(
+        "--method", choices=continuation.METHODS, default="window", help="default window"
+    )
+    text.add_argument(
+        "--temperature",
+        type=_temperature,
+        default=0.6,
+        metavar="T",
+        help="default 0.6; 0: likeliest",
+    )
 
 
 def demo(args: argparse.Namespace) -> None:
     """Run the command."""
-    caller = Caller(args.backend)
+    names = args.backend or (None,)
+    if args.generate is not None:
+        continuation.continue_text(
+            args.prompt, args.generate, args.method, args.temperature, args.seed, names[0]
+        )
+        return
+    if args.prompt is not None:
+        raise CliError("--prompt needs --generate N")
+    callers = [Caller(name) for name in names]
+    caller = callers[0]
     text = load_text(args.text, args.length)
     write(text.note)
+    if args.heads is None and args.head_dim is None:
+        model = byte_model.load()
+        write(
+            f"the byte model that ships with plsh: {model.layers} layers of {model.heads} heads, "
+            f"trained on {model.length} bytes at a time"
+        )
+        tokens = text.tokens[: args.exact_length]
+        known = ", which it was trained on" if args.text is None else ""
+        write(f"bits per byte of {len(tokens)} bytes{known}, the whole model under each method:")
+        _bits_table(callers, model, tokens, args.seed)
+        data = _last_layer(model, text.tokens)
+        of = "of its last layer"
+    else:
+        heads, head_dim = args.heads or HEADS, args.head_dim or HEAD_DIM
+        data = _Data(*embed(text.tokens, heads, head_dim), slopes_of(heads))
+        of = "of byte n-grams"
+    _, heads, _, head_dim = data.q.shape
     write(
-        f"backend {caller.name}, {args.heads} heads of dim {args.head_dim}, float32, causal, "
+        f"backend {caller.name}, q, k, v {of}, {heads} heads of dim {head_dim}, float32, causal, "
         "ALiBi slopes"
     )
-    data = _Data(*embed(text.tokens, args.heads, args.head_dim))
-    caller(*data.first(min(64, data.length)), method="lsh", causal=True)  # imports, first use
+    _call(caller, data.first(min(64, data.length)), PositionalLSH())  # imports, first use
     near = data.first(min(args.exact_length, args.length))
     _near_table(caller, near, args.seed)
     if args.length > near.length:
@@ -117,6 +168,66 @@ def demo(args: argparse.Namespace) -> None:
     )
     write("of lsh with that lsh. What lsh is for: to reproduce and extend the paper, to run ALiBi")
     write("through kernels that take no bias, and for randomised training masks.")
+
+
+def _temperature(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a number >= 0, got {text!r}")
+
+
+def _call(caller: Caller, data: _Data, method: Method) -> NDArray:
+    out: NDArray = caller(*data[:3], method=method, slopes=data.slopes, causal=True).out
+    return out
+
+
+def _last_layer(model: byte_model.ByteModel, tokens: NDArray) -> _Data:
+    """Return the last layer's q, k, v, the model run under a window of ALiBi."""
+    window = model.attention("window")
+    layers: list[_Data] = []
+
+    def attend(layer: int, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
+        layers[:] = [_Data(q, k, v, model.slopes)]
+        out: NDArray = window(layer, q, k, v)
+        return out
+
+    model.logits(tokens, attend)
+    return layers[0]
+
+
+def _bits_table(
+    callers: Sequence[Caller], model: byte_model.ByteModel, tokens: NDArray, seed: int
+) -> None:
+    """Print how well the model predicts the text under each method, on each backend."""
+    write(_BITS_COLUMNS.format("under", "backend", "seconds", "peak MiB", "bits"))
+    methods: list[Method] = [
+        Exact(),
+        Window(),
+        *(PositionalLSH(s, seed=seed) for s in SAMPLES),
+        PositionalLSH(COMPARED, sampler="iid", seed=seed),
+    ]
+    for caller in callers:
+        for method in methods:
+            _bits_row(caller, model, tokens, method)
+    write()
+
+
+def _bits_row(caller: Caller, model: byte_model.ByteModel, tokens: NDArray, method: Method) -> None:
+    def attend(layer: int, q: NDArray, k: NDArray, v: NDArray) -> NDArray:
+        return _call(caller, _Data(q, k, v, model.slopes), of_layer(method, layer))
+
+    def call() -> NDArray:
+        return model.logits(tokens, attend)
+
+    if not caller.takes_numpy:  # compilers work at the first call of a shape
+        call()
+    begin = time.perf_counter()
+    logits = call()
+    seconds = time.perf_counter() - begin
+    memory = f"{_peak(call) / 2**20:.1f}" if caller.takes_numpy else "-"
+    bits = f"{bits_per_byte(logits, tokens).mean():.4f}"
+    write(_BITS_COLUMNS.format(describe(method), caller.name, f"{seconds:.3f}", memory, bits))
 
 
 def _near_table(caller: Caller, data: _Data, seed: int) -> None:
@@ -174,8 +285,7 @@ def _measure(
     """Run one method, print its row, and return its output."""
 
     def call() -> NDArray:
-        out: NDArray = caller(*data, method=method, causal=True).out
-        return out
+        return _call(caller, data, method)
 
     if not caller.takes_numpy:  # compilers work at the first call of a shape
         call()
@@ -215,9 +325,16 @@ def _yardstick_error(data: _Data, out: NDArray) -> float:
 
 def _exact(data: _Data, first: int) -> NDArray:
     """Return exact ALiBi of the queries from `first` on, in float64: the last yardstick."""
-    q, k, v = (x.astype(np.float64) for x in data)
+    q, k, v = (x.astype(np.float64) for x in data[:3])
     q = q[:, :, first:]
     out: NDArray = attention(
-        q, k, v, method="exact", causal=True, q_offset=first, backend="reference"
+        q,
+        k,
+        v,
+        method="exact",
+        slopes=data.slopes,
+        causal=True,
+        q_offset=first,
+        backend="reference",
     )
     return out

@@ -1,0 +1,54 @@
+"""``plsh demo --generate``: the byte model goes on with a text, with a trimmed KV cache."""
+
+import codecs
+import sys
+import time
+
+from ..byte_model import Cache, generate, load
+from ..methods import Exact, Method, PositionalLSH, Window
+from .common import describe, write
+
+METHODS = ("exact", "window", "lsh")
+_PROMPT = "The for statement is used to iterate over the elements of a sequence"
+
+
+def continue_text(
+    prompt: str | None, count: int, name: str, temperature: float, seed: int, backend: str | None
+) -> None:
+    """Write the prompt and what the model makes of it, byte by byte, and what the cache held.
+
+    Parameters
+    ----------
+    prompt : str or None
+        None is a sentence of Python's documentation.
+    count : int
+        Bytes to draw.
+    name : {"exact", "window", "lsh"}
+        The method.
+    temperature : float
+    seed : int
+        Of the draws, and of lsh's blocks.
+    backend : str or None
+        Of NumPy arrays.
+    """
+    methods: dict[str, Method] = {
+        "exact": Exact(),
+        "window": Window(),
+        "lsh": PositionalLSH(seed=seed),
+    }
+    method = methods[name]
+    cache = Cache(load(), method, backend=backend)
+    text = (prompt or _PROMPT).encode()
+    write(f"{describe(method)}, temperature {temperature:g}\n")
+    sys.stdout.write(text.decode(errors="replace"))
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    begin = time.perf_counter()
+    for token in generate(cache, text, count, temperature, seed):
+        sys.stdout.write(decoder.decode(bytes([token])))
+        sys.stdout.flush()
+    seconds = time.perf_counter() - begin
+    write(decoder.decode(b"", final=True))
+    write(
+        f"\n{count / seconds:.0f} bytes per second; the KV cache holds {cache.tokens} of "
+        f"{cache.position} positions, {cache.bytes / 2**10:.0f} KiB"
+    )
