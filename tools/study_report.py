@@ -172,7 +172,9 @@ def reduction(document: Mapping[str, Any]) -> str:
 
 ![relative errors of the output](study/reduction-errors.png)
 
-Relative Frobenius error of the output against exact ALiBi in float64, causal, averaged over heads. The windows are of
+Relative Frobenius error of the output against exact ALiBi in float64, averaged over heads. Of trained models, q and k
+are taken after rotary embedding and norms, each query head with the key head of its own group; scores are causal, and
+masks are pooled, as the theorem has it. The windows are of
 exact ALiBi, as wide as fits the distinct pairs that lsh iid scores, or as its longest block reaches. The adversary's
 inputs were optimised against the masks of lsh iid, and of no other method.
 
