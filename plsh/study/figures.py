@@ -188,7 +188,7 @@ def _training_bits(document: Mapping[str, Any], path: Path) -> None:
     axes[0, 1].axvline(0, color="black", linewidth=0.8)
     for axis in axes.flat:
         axis.invert_yaxis()
-    axes[0, 0].legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     save(figure, path)
 
 
@@ -200,7 +200,7 @@ def _training_curves(document: Mapping[str, Any], path: Path) -> None:
         curve = np.mean([r["curve"] for r in runs.values()], axis=0)
         at = (np.arange(len(curve)) + 0.5) * steps / len(curve)
         axes[0, 0].plot(at, curve, label=arm, linewidth=1)
-    axes[0, 0].set(xlabel="step", ylabel="bits per byte, training", yscale="log")
+    axes[0, 0].set(xlabel="step", ylabel="bits per byte, training")
     axes[0, 0].legend(fontsize=8, ncols=2)
     save(figure, path)
 
@@ -211,18 +211,20 @@ def _training_swapped(document: Mapping[str, Any], path: Path) -> None:
     figure, axes = _panels(1, 1, 3.6)
     axis = axes[0, 0]
     names = list(runs[0]) if runs else []
+    all_samples: set[int] = set()
     for start, label in (("lsh s=", "lsh, pooled"), ("mean of outputs s=", "mean of outputs")):
         own = [name for name in names if name.startswith(start)]
         samples = [int(name.removeprefix(start)) for name in own]
+        all_samples.update(samples)
         _band(axis, samples, [[r[n]["bits_per_byte"] for r in runs] for n in own], label=label)
     for name, line in (("exact", "-"), ("window 4 sigma", "--"), ("fixed blocks", ":")):
         if runs:
             bits = np.mean([r[name]["bits_per_byte"] for r in runs])
             axis.axhline(bits, color="black", linestyle=line, linewidth=1, label=name)
-    axis.set_ylabel("bits per byte of the model trained exactly")
+    axis.set_ylabel("bits per byte, trained under exact")
     if runs:
-        _sizes(axis, samples, "masks s")
-    axis.legend(fontsize=8)
+        _sizes(axis, sorted(all_samples), "masks s")
+    figure.legend(loc="outside lower center", ncols=5, fontsize=8)
     save(figure, path)
 
 
