@@ -104,3 +104,11 @@ def test_a_part_without_results_is_left_out(report):
     page = report.page({"training": training_results()})
     assert "## Training" in page
     assert "## Theorem" not in page
+
+
+def test_the_page_is_that_of_the_results(report):
+    """After new results in docs/study: python tools/study_report.py."""
+    found = report.documents()
+    assert report.PAGE.exists() == bool(found)
+    if found:
+        assert report.PAGE.read_text(encoding="utf-8") == report.page(found)
