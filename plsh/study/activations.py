@@ -88,7 +88,8 @@ class HuggingFace:
         """Return the heads of each layer on the first `length` tokens of a text."""
         import torch
 
-        ids = self.tokenizer(text, return_tensors="pt")["input_ids"][:, :length]
+        given = self.tokenizer(text, return_tensors="pt", truncation=True, max_length=length)
+        ids = given["input_ids"]
         if ids.shape[1] < length:
             raise CliError(
                 f"the text gives {ids.shape[1]} tokens of --model, which is fewer than {length}"
