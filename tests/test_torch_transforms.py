@@ -466,11 +466,20 @@ def test_families_of_the_users_own_are_refused_and_named():
 def test_tensors_elsewhere_are_refused():
     """U085: no implicit copies; a fake device is enough to ask."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        q = torch.empty(B, H, N, D, device="cuda")
+        q = torch.empty(B, H, N, D, device="xpu")
         with pytest.raises(
-            UnsupportedByBackendError, match=r"runs on CPU tensors, got cuda.*\.cpu"
+            UnsupportedByBackendError, match=r"runs on CPU and CUDA tensors, got xpu.*\.cpu"
         ):
             call(q, q, q)
+
+
+def test_cuda_tensors_pass_through_the_operators_fakes():
+    """Shapes, dtypes and devices of the results, as compilers ask for them; no GPU is needed."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(B, H, N, D, device="cuda", dtype=torch.bfloat16)
+        out, lse = plsh.attention(q, q, q, method="exact", return_lse=True)
+        assert (out.shape, out.dtype, out.device.type) == (q.shape, q.dtype, "cuda")
+        assert (lse.shape, lse.dtype, lse.device.type) == (q.shape[:3], torch.float32, "cuda")
 
 
 # --- settings of torch ---

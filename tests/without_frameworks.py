@@ -9,6 +9,8 @@ import importlib.util
 import pytest
 
 ABSENT = ("jax", "array_api_strict")
+OPTIONAL = (*ABSENT, "triton")
+"""Triton comes with some builds of torch."""
 
 
 def pytest_configure(config):
@@ -45,6 +47,6 @@ def _skip_if_absent():
         return (yield)
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
-        if name in ABSENT:
+        if name in OPTIONAL:
             pytest.skip(f"{name} asks for a newer NumPy")
         raise

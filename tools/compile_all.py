@@ -1,112 +1,78 @@
-"""Compile every CUDA kernel offline with nvcc and table what each needs of a multiprocessor.
+"""Compile every CUDA kernel offline and table what each needs of a multiprocessor; no GPU is used.
 
-    python tools/compile_all.py                      # all architectures; rewrites the table
-    python tools/compile_all.py --arch 90 --jobs 4   # one, printed only
+    python tools/compile_all.py                               # rewrites both tables
+    python tools/compile_all.py --kernels triton              # of the torch backend alone
+    python tools/compile_all.py --kernels cupy --arch 90      # one architecture, printed only
 
-Fails where a kernel warns or spills registers. The table, ``tests/gpu/kernels.tsv``, begins with
-the digest of the sources, by which a test sees that it is theirs.
+Fails where a kernel warns, spills registers, or in half precision does without the tensor cores.
+The tables, ``tests/gpu/kernels.tsv`` and ``tests/gpu/triton.tsv``, begin with the digest of the
+sources, by which tests see that they are theirs.
 """
 
 import argparse
-import hashlib
-import re
-import shutil
-import subprocess
+import multiprocessing
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "backends")]
+import kernels_cupy
+import kernels_triton
 
-from plsh_cupy import _plan, _source  # noqa: E402
-
-TABLE = ROOT / "tests" / "gpu" / "kernels.tsv"
-ARCHITECTURES = (75, 80, 90, 100, 120)
-COLUMNS = ("arch", "kernel", "dtype", "weight", "dim", "rows", "registers", "spills", "shared")
-SHARED = {75: 64, 80: 163, 90: 227, 100: 227, 120: 99}
-"""KiB of dynamic shared memory that one block may have, by compute capability."""
+BACKENDS = {"cupy": kernels_cupy, "triton": kernels_triton}
 
 
-def digest():
-    """Return the digest of all sources as they are compiled."""
-    text = "".join(_source.source_of(i) for arch in ARCHITECTURES for i in wanted(arch))
-    return hashlib.sha256((text + repr(_source.OPTIONS)).encode()).hexdigest()
-
-
-def wanted(arch):
-    """Return the instances that an architecture can hold; for 75 of float32 and float64 only."""
-    limits = _plan.Limits(SHARED[arch] * 1024, 2**31 - 1)
-    return [
-        instance
-        for instance in _plan.instances(limits)
-        if instance.shared_bytes(instance.dim, instance.dim) <= limits.shared_bytes
-        and (arch != 75 or instance.dtype in ("float32", "float64"))
-    ]
-
-
-def compile_one(arch, instance, folder):
-    """Compile an instance; return its row, or raise with the compiler's words."""
-    source = (
-        Path(folder)
-        / f"{arch}-{instance.kernel}-{instance.dtype}-{instance.step}.{instance.dim}.cu"
-    )
-    source.write_text(_source.source_of(instance), encoding="utf-8")
-    command = [
-        "nvcc",
-        *_source.OPTIONS,
-        f"-arch=sm_{arch}",
-        "--cubin",
-        "-Werror=all-warnings",
-        "-Xptxas=-v,-warn-spills",
-        *("-o", str(source.with_suffix(".cubin")), str(source)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    said = done.stdout + done.stderr
-    registers = re.search(r"Used (\d+) registers", said)
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    if registers is None or spills is None:
-        raise RuntimeError(f"{' '.join(command)}\n{said}")
-    return (
-        arch,
-        instance.kernel,
-        instance.dtype,
-        "step" if instance.step else "decay",
-        instance.dim,
-        instance.rows,
-        int(registers.group(1)),
-        int(spills.group(1)) + int(spills.group(2)),
-        instance.shared_bytes(instance.dim, instance.dim),
-    )
+def compile_backend(backend, work, jobs):
+    """Compile, print and return the rows of the table; and how many have a fault."""
+    lines, failed = ["\t".join(backend.COLUMNS)], 0
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(jobs, mp_context=context) as pool,
+    ):
+        made = [pool.submit(backend.compile_one, *item, folder) for item in work]
+        for row in (x.result() for x in made):
+            lines.append("\t".join(map(str, row)))
+            fault = backend.fault(row)
+            print(lines[-1], *([] if fault is None else [f": {fault}"]), flush=True)
+            failed += fault is not None
+    return lines, failed
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kernels", choices=BACKENDS, action="append", help="those of a backend")
     parser.add_argument("--arch", type=int, action="append", help="compute capability, such as 90")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="compile kernels whose name holds this")
+    parser.add_argument(
+        "--quick", action="store_true", help="of Triton, neither segments nor float64"
+    )
     arguments = parser.parse_args()
-    if shutil.which("nvcc") is None:
-        sys.exit("nvcc must be on PATH; install the CUDA toolkit")
-    work = [
-        (arch, instance)
-        for arch in arguments.arch or ARCHITECTURES
-        for instance in wanted(arch)
-        if arguments.only in instance.kernel
-    ]
-    lines = ["\t".join(COLUMNS)]
-    failed = 0
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
-        rows = pool.map(lambda item: compile_one(*item, folder), work)
-        for row in rows:
-            lines.append("\t".join(map(str, row)))
-            print(lines[-1], flush=True)
-            failed += row[7] > 0
-    if failed:
-        sys.exit(f"{failed} kernels spill registers")
-    if arguments.arch is None and not arguments.only:
-        TABLE.write_text(f"# {digest()}\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    partly = arguments.arch or arguments.only or arguments.quick
+    for name in arguments.kernels or BACKENDS:
+        backend = BACKENDS[name]
+        if (why := backend.missing()) is not None:
+            sys.exit(why)
+        work = [
+            (arch, instance)
+            for arch in arguments.arch or backend.ARCHITECTURES
+            for instance in backend.wanted(arch)
+            if arguments.only in instance.kernel and not (arguments.quick and is_rare(instance))
+        ]
+        lines, failed = compile_backend(backend, work, arguments.jobs)
+        print(f"{name}: {len(work)} kernels compiled, {failed} with a fault")
+        if failed:
+            sys.exit(1)
+        if not partly:
+            text = f"# {backend.digest()}\n" + "\n".join(lines) + "\n"
+            backend.TABLE.write_text(text, encoding="utf-8")
+
+
+def is_rare(instance):
+    """Whether ``--quick`` leaves an instance out."""
+    return getattr(instance, "segments", False) or (
+        hasattr(instance, "segments") and instance.dtype == "float64"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The PyTorch backend of plsh on the CPU: a single-pass band kernel as custom operators.
+"""The PyTorch backend of plsh: a single-pass band kernel as custom operators, on the CPU and CUDA.
 
 `BACKEND` needs no torch to be imported; the module and the drop-in function load it on first use.
 """

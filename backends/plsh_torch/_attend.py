@@ -13,15 +13,15 @@ from ._ops import attend as operator
 from ._ops import refuse_tangents
 from ._recipe import encode
 
-DEVICES = ("cpu", "meta")
+DEVICES = ("cpu", "cuda", "meta")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> AttentionOutput:
     """Compute attention of checked tensors ``(B, H, N, D)``."""
     if q.device.type not in DEVICES:
         raise UnsupportedByBackendError(
-            f"backend 'torch' runs on CPU tensors, got {q.device}; move q, k and v by .cpu(), or "
-            "take plsh.attention(…, backend='reference'), which runs where the tensors are"
+            f"backend 'torch' runs on CPU and CUDA tensors, got {q.device}; move q, k and v by "
+            ".cpu(), or take plsh.attention(…, backend='reference'), which runs where they are"
         )
     given, recipe = encode(request, _labels(request.arrays.labels))
     if torch.compiler.is_compiling():

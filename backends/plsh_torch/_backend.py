@@ -16,7 +16,11 @@ from plsh.weights import StepWeight
 
 
 class TorchBackend:
-    """The single-pass band kernel on torch CPU tensors: all methods and options, with autograd."""
+    """The single-pass band kernel on torch tensors: all methods and options, with autograd.
+
+    On the CPU torch's own products, on CUDA Triton kernels; which a device can't run is said by the
+    call, with the reason.
+    """
 
     name = "torch"
     spec_version = SPEC_VERSION

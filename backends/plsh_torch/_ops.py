@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from plsh import UnsupportedByBackendError
 from plsh.compat import without_autocast
 
+from . import cuda
 from ._band import Given as Output
 from ._call import Call
 from ._recipe import Given, Recipe, decode
@@ -39,9 +40,12 @@ def schema(lead: str, results: int) -> str:
     return f"({', '.join([lead, *rest])}) -> ({', '.join(['Tensor'] * results)})"
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> Call:
-    request = decode(q, k, v, Given(*rest[:TENSORS]), Recipe(*rest[TENSORS:]))
-    return Call(q, k, v, request)
+def _call(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> Any:
+    """Return who computes on the tensors' device."""
+    given, recipe = Given(*rest[:TENSORS]), Recipe(*rest[TENSORS:])
+    if q.is_cuda:
+        return cuda.call(q, k, v, given, recipe)
+    return Call(q, k, v, decode(q, k, v, given, recipe))
 
 
 @torch.library.custom_op(
@@ -50,7 +54,8 @@ def _call(q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]) -> Call:
 def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return out ``(B, H, Nq, Dv)`` and lse ``(B, H, Nq)``; `rest` is a request taken apart."""
     with torch.no_grad(), without_autocast(q):
-        return _call(q, k, v, rest).forward()
+        found: tuple[Tensor, Tensor] = _call(q, k, v, rest).forward()
+    return found
 
 
 @torch.library.custom_op(
@@ -124,14 +129,14 @@ def differentiate(
 attend.register_autograd(differentiate, setup_context=save)
 
 
-def refuse_tangents(*inputs: Any) -> None:
+def refuse_tangents(*inputs: Any, name: str = "torch") -> None:
     """Refuse forward-mode derivatives by name."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     for x in inputs:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
             raise UnsupportedByBackendError(
-                "backend 'torch' has no forward-mode derivative (jvp); take "
+                f"backend {name!r} has no forward-mode derivative (jvp); take "
                 "plsh.attention(…, backend='reference'), or reverse mode"
             )
 

@@ -106,17 +106,7 @@ def _words(words: Any) -> list[int]:
 def decode(q: Tensor, k: Tensor, v: Tensor, given: Given, recipe: Recipe) -> Request:
     """Put a request together on the host: offsets and slopes are numbers, labels NumPy."""
     heads, dim = q.shape[1], q.shape[3]
-    weight = _weight(
-        heads,
-        tuple(recipe.bandwidths),
-        recipe.samples,
-        recipe.sampler,
-        tuple(recipe.table),
-        recipe.family,
-        tuple(recipe.parameters),
-        tuple(recipe.seed),
-        tuple(recipe.head_ids),
-    )
+    weight = weight_of(q, recipe)
     slopes: Any = None
     if isinstance(weight, DecayWeight):
         slopes = tuple(recipe.slopes)
@@ -149,6 +139,21 @@ def decode(q: Tensor, k: Tensor, v: Tensor, given: Given, recipe: Recipe) -> Req
     return Request(static, arrays)
 
 
+def weight_of(q: Tensor, recipe: Recipe) -> Weight:
+    """Return the weight of a recipe; equal recipes share one object."""
+    return _weight(
+        q.shape[1],
+        tuple(recipe.bandwidths),
+        recipe.samples,
+        recipe.sampler,
+        tuple(recipe.table),
+        recipe.family,
+        tuple(recipe.parameters),
+        tuple(recipe.seed),
+        tuple(recipe.head_ids),
+    )
+
+
 def _offset(given: Tensor | None, numbers: list[int]) -> Any:
     found = tuple(numbers) if given is None else _tuples(given.tolist())
     return found[0] if isinstance(found, tuple) and len(found) == 1 else found
@@ -170,7 +175,6 @@ def _weight(
     seed: tuple[int, ...],
     head_ids: tuple[int, ...],
 ) -> Weight:
-    """Build the weight of a recipe; equal recipes share one object."""
     if not samples or not heads:
         return DecayWeight(bandwidths)
     if table:

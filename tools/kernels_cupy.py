@@ -1,0 +1,84 @@
+"""How `compile_all.py` compiles the CUDA kernels of the CuPy backend: offline, with nvcc."""
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "backends")]
+
+from plsh_cupy import _plan, _source  # noqa: E402
+
+TABLE = ROOT / "tests" / "gpu" / "kernels.tsv"
+ARCHITECTURES = (75, 80, 90, 100, 120)
+COLUMNS = ("arch", "kernel", "dtype", "weight", "dim", "rows", "registers", "spills", "shared")
+SHARED = {75: 64, 80: 163, 90: 227, 100: 227, 120: 99}
+"""KiB of dynamic shared memory that one block may have, by compute capability."""
+
+
+def digest():
+    """Return the digest of all sources as they are compiled."""
+    text = "".join(_source.source_of(i) for arch in ARCHITECTURES for i in wanted(arch))
+    return hashlib.sha256((text + repr(_source.OPTIONS)).encode()).hexdigest()
+
+
+def missing():
+    """Return what the machine lacks, or None."""
+    if shutil.which("nvcc") is None:
+        return "nvcc must be on PATH; install the CUDA toolkit"
+    return None
+
+
+def wanted(arch):
+    """Return the instances that an architecture can hold; for 75 of float32 and float64 only."""
+    limits = _plan.Limits(SHARED[arch] * 1024, 2**31 - 1)
+    return [
+        instance
+        for instance in _plan.instances(limits)
+        if instance.shared_bytes(instance.dim, instance.dim) <= limits.shared_bytes
+        and (arch != 75 or instance.dtype in ("float32", "float64"))
+    ]
+
+
+def compile_one(arch, instance, folder):
+    """Compile an instance; return its row, or raise with the compiler's words."""
+    source = (
+        Path(folder)
+        / f"{arch}-{instance.kernel}-{instance.dtype}-{instance.step}.{instance.dim}.cu"
+    )
+    source.write_text(_source.source_of(instance), encoding="utf-8")
+    command = [
+        "nvcc",
+        *_source.OPTIONS,
+        f"-arch=sm_{arch}",
+        "--cubin",
+        "-Werror=all-warnings",
+        "-Xptxas=-v,-warn-spills",
+        *("-o", str(source.with_suffix(".cubin")), str(source)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    registers = re.search(r"Used (\d+) registers", said)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    if registers is None or spills is None:
+        raise RuntimeError(f"{' '.join(command)}\n{said}")
+    return (
+        arch,
+        instance.kernel,
+        instance.dtype,
+        "step" if instance.step else "decay",
+        instance.dim,
+        instance.rows,
+        int(registers.group(1)),
+        int(spills.group(1)) + int(spills.group(2)),
+        instance.shared_bytes(instance.dim, instance.dim),
+    )
+
+
+def fault(row):
+    """Return what is wrong with a row of the table, or None."""
+    found = dict(zip(COLUMNS, row, strict=True))
+    return f"spills {found['spills']} bytes" if found["spills"] else None
