@@ -98,6 +98,32 @@ def test_tiles_are_chosen_for_every_device():
         _plan.tile_for("forward", "float64", True, False, 129)
 
 
+# --- the script for a machine with a GPU ----------------------------------------------------------
+
+SCRIPT = ROOT / "tests" / "gpu" / "torch.sh"
+
+
+def test_the_script_for_a_gpu_ends_within_six_minutes():
+    """Each step has a limit, and is a program that is there."""
+    text = SCRIPT.read_text(encoding="utf-8")
+    steps = re.findall(r'step "([^"]+)" (\d+) ', text)
+    assert sum(int(limit) for _, limit in steps) < 360
+    named = set(re.findall(r"torch_run\.py (\w+)", text))
+    programs = (SCRIPT.parent / "torch_run.py").read_text(encoding="utf-8")
+    assert named == {"machine", "conformance", "timings"}
+    assert all(f"def {name}():" in programs for name in named)
+
+
+def test_the_script_says_why_it_cannot_run():
+    """On a machine without a GPU, or with one that is hidden: at once, and it fails."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+    done = subprocess.run(
+        ["bash", str(SCRIPT)], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.returncode == 1
+    assert "this torch sees no CUDA device" in done.stderr
+
+
 # --- who may run them -----------------------------------------------------------------------------
 
 

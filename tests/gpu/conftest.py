@@ -1,5 +1,5 @@
-"""What is here needs a GPU: ``cupy.sh`` collects it, a run of all tests does not."""
+"""What is here needs a GPU: ``cupy.sh`` and ``torch.sh`` collect it, a run of all tests not."""
 
 import os
 
-collect_ignore_glob = [] if "PLSH_GPU" in os.environ else ["cupy_*.py"]
+collect_ignore_glob = [] if "PLSH_GPU" in os.environ else ["cupy_*.py", "torch_*.py"]
