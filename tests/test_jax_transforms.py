@@ -119,6 +119,16 @@ def test_second_derivatives_are_differences(method):
 
 
 @COMPILES_MORE
+@pytest.mark.parametrize("method", ["window", "lsh"])
+def test_jacobians_by_columns_and_by_rows_agree(method):
+    """U060, U076: vmap of jvp, and of vjp."""
+    with jax.enable_x64(True):
+        q, k, v = arrays(9, dtype="float64", batch=1)
+        f = lambda q: attend(q, k, v, method=method, causal=True)  # noqa: E731
+        assert_each(jax.jit(jax.jacfwd(f))(q), jax.jit(jax.jacrev(f))(q))
+
+
+@COMPILES_MORE
 @pytest.mark.parametrize("method", ["window", "exact"])
 def test_slopes_are_learned_under_exact_and_window(method):
     with jax.enable_x64(True):
