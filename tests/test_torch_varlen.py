@@ -218,10 +218,14 @@ def gradients_packed(
     return dq, dk, dv
 
 
+@pytest.mark.parametrize("limit", [_kernels.TOGETHER, 300, 1])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("ids", [False, True])
-def test_packed_sequences_give_what_blocks_of_one_shape_do(monkeypatch, causal, ids):
-    """CUDA's two kernels, by stand-ins with their signatures: rows, begins, lse, causal squares."""
+def test_packed_sequences_give_what_blocks_of_one_shape_do(monkeypatch, causal, ids, limit):
+    """CUDA's two kernels, by stand-ins with their signatures: rows, begins, lse, causal squares.
+
+    Samples share a call until they hold so many rows.
+    """
     from torch.nn.attention import varlen
 
     q, k, v = inputs(90, dtype="float64")
@@ -229,10 +233,15 @@ def test_packed_sequences_give_what_blocks_of_one_shape_do(monkeypatch, causal, 
     if ids:
         call["segment_ids"] = np.repeat([[0, 1, -1]], [30, 40, 20], axis=1).repeat(len(q), axis=0)
     want = everything(q, k, v, "lsh", backend="torch_varlen", **call)
-    monkeypatch.setattr(varlen, "varlen_attn", attend_packed)
+    calls = []
+    monkeypatch.setattr(
+        varlen, "varlen_attn", lambda *a, **k: calls.append(1) or attend_packed(*a, **k)
+    )
     monkeypatch.setattr(_kernels, "flash_backward", lambda: gradients_packed)
-    monkeypatch.setattr(_kernels, "_forward_cpu", _kernels._forward_cuda)
-    monkeypatch.setattr(_kernels, "_backward_cpu", _kernels._backward_cuda)
+    monkeypatch.setattr(_kernels, "packs", lambda q: True)
+    monkeypatch.setattr(_kernels, "TOGETHER", limit)
     got = everything(q, k, v, "lsh", backend="torch_varlen", **call)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-9, atol=1e-9)
+    least, most = {_kernels.TOGETHER: (1, 2), 300: (3, 16), 1: (5, 30)}[limit]
+    assert least <= len(calls) <= most

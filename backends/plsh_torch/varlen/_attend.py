@@ -138,17 +138,16 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor,
     sums = torch.zeros((shape.numel(), tokens.v.shape[1] + 1), dtype=wide, device=q.device)
     lost = torch.zeros_like(sums)  # what rounding has cost so far
     top = torch.full((shape.numel(), 1), -math.inf, dtype=wide, device=q.device)
-    for pieces in _all_rounds(q, k, request):
-        for rows, own, log in _kernels.forward(tokens, pieces, scale):
-            before, log = top[rows], log.to(wide)[:, None]
-            after = torch.maximum(before, log)  # of NaN, NaN
-            shift = after.masked_fill(after == -math.inf, 0)
-            fade, gain = ((x - shift).exp() for x in (before, log))
-            more = torch.cat([own.to(wide) * gain, gain], dim=1) + lost[rows] * fade
-            held = sums[rows] * fade
-            sums[rows] = held + more
-            lost[rows] = more - (sums[rows] - held)
-            top[rows] = after
+    for rows, own, log in _kernels.forward(tokens, _all_rounds(q, k, request), scale):
+        before, log = top[rows], log.to(wide)[:, None]
+        after = torch.maximum(before, log)  # of NaN, NaN
+        shift = after.masked_fill(after == -math.inf, 0)
+        fade, gain = ((x - shift).exp() for x in (before, log))
+        more = torch.cat([own.to(wide) * gain, gain], dim=1) + lost[rows] * fade
+        held = sums[rows] * fade
+        sums[rows] = held + more
+        lost[rows] = more - (sums[rows] - held)
+        top[rows] = after
     out, total = sums[:, :-1], sums[:, -1:]
     dead = total == 0
     out = out / total.masked_fill(dead, 1) / unit
@@ -191,10 +190,9 @@ def _backward(
         torch.zeros((q.shape[0] * q.shape[1] * n, width), dtype=wide, device=q.device)
         for n in sizes
     )
-    for pieces in _all_rounds(q, k, request):
-        for at, own, *found in _kernels.backward(tokens, given, pieces, scale):
-            for to, rows, x in zip((dq, dk, dv), (at, own, own), found, strict=True):
-                to[rows] += x.to(wide)  # no row is twice
+    for at, own, *found in _kernels.backward(tokens, given, _all_rounds(q, k, request), scale):
+        for to, rows, x in zip((dq, dk, dv), (at, own, own), found, strict=True):
+            to[rows] += x.to(wide)  # no row is twice
     dq, dk, dv = (
         x.reshape(*q.shape[:2], n, width) for x, n in zip((dq, dk, dv), sizes, strict=True)
     )

@@ -1,12 +1,12 @@
 """Torch's own kernels on the pieces of a round: results row by row, and gradients.
 
 Tokens come as ``(rows, E)``, all heads and batch rows one after another, with indices of the rows
-that a piece holds. On the CPU pieces of one shape are a batch of SDPA; on CUDA all of them are one
-variable-length attention.
+that a piece holds. On the CPU pieces of one shape are a batch of SDPA; on CUDA all of them, of
+several samples while they are few, are one variable-length attention.
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,9 @@ from ._pieces import Integers
 
 NUMBERS = 1 << 20
 """Numbers of queries and keys that a batch of pieces holds, about."""
+TOGETHER = 1 << 20
+"""Rows of queries and keys from which samples wait no more for others to share a CUDA call with:
+it is busy, and each row takes memory."""
 FLASH = (torch.float16, torch.bfloat16)
 """Dtypes that the CUDA kernel takes."""
 
@@ -56,16 +59,31 @@ Result = tuple[Tensor, Tensor, Tensor]  # rows of queries, out, lse
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # rows of queries, own of keys, dq, dk, dv
 
 
-def forward(tokens: Tokens, pieces: Indexed, scale: float) -> Iterator[Result]:
-    """Attend in each piece."""
-    run = _forward_cuda if tokens.q.is_cuda else _forward_cpu
-    yield from run(*tokens, pieces, scale)
+def forward(tokens: Tokens, rounds: Iterable[Indexed], scale: float) -> Iterator[Result]:
+    """Attend in each piece; no row is twice in one result."""
+    if packs(tokens.q):
+        for parts in together(rounds):
+            yield from _forward_cuda(*tokens, parts, scale)
+        return
+    for pieces in rounds:
+        yield from _forward_cpu(*tokens, pieces, scale)
 
 
-def backward(tokens: Tokens, given: Given, pieces: Indexed, scale: float) -> Iterator[Grads]:
-    """Return the gradients by what each piece holds."""
-    run = _backward_cuda if tokens.q.is_cuda else _backward_cpu
-    yield from run(*tokens, given, pieces, scale)
+def backward(
+    tokens: Tokens, given: Given, rounds: Iterable[Indexed], scale: float
+) -> Iterator[Grads]:
+    """Return the gradients by what each piece holds; no row is twice in one result."""
+    if packs(tokens.q):
+        for parts in together(rounds):
+            yield from _backward_cuda(*tokens, given, parts, scale)
+        return
+    for pieces in rounds:
+        yield from _backward_cpu(*tokens, given, pieces, scale)
+
+
+def packs(q: Tensor) -> bool:
+    """Whether pieces are sequences of one variable-length attention."""
+    return q.is_cuda
 
 
 # --- the CPU: a batch for each shape --------------------------------------------------------------
@@ -132,6 +150,23 @@ def reason(dtype: torch.dtype, dim: int) -> str | None:
     return None
 
 
+def together(rounds: Iterable[Indexed]) -> Iterator[list[Indexed]]:
+    """Gather rounds of one mask, of whatever sample, until they hold many rows."""
+    waiting: dict[bool, list[Indexed]] = {False: [], True: []}
+    for pieces in rounds:
+        parts = waiting[pieces.causal]
+        parts.append(pieces)
+        if sum(int(x.queries.sum() + x.keys.sum()) for x in parts) >= TOGETHER:
+            yield parts
+            waiting[pieces.causal] = []
+    yield from filter(None, waiting.values())
+
+
+def _joined(parts: list[Indexed]) -> Indexed:
+    """Put the pieces of rounds one after another."""
+    return Indexed(parts[0].causal, *map(np.concatenate, zip(*(x[1:] for x in parts), strict=True)))
+
+
 def _packed(first: Integers, count: Integers, device: torch.device) -> tuple[Tensor, Tensor, int]:
     """Return the rows of all pieces one after another, where each begins, and the longest."""
     begin = np.concatenate([[0], np.cumsum(count)])
@@ -143,10 +178,11 @@ def _packed(first: Integers, count: Integers, device: torch.device) -> tuple[Ten
 
 
 def _forward_cuda(
-    q: Tensor, k: Tensor, v: Tensor, pieces: Indexed, scale: float
+    q: Tensor, k: Tensor, v: Tensor, parts: list[Indexed], scale: float
 ) -> Iterator[Result]:
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
+    pieces = _joined(parts)
     at_q, starts_q, most_q = _packed(pieces.query, pieces.queries, q.device)
     at_k, starts_k, most_k = _packed(pieces.key, pieces.keys, q.device)
     attend: Callable[..., Any] = varlen_attn
@@ -157,7 +193,9 @@ def _forward_cuda(
         scale=scale,
         window_size=(-1, 0) if pieces.causal else (-1, -1),
     )
-    yield at_q, out[:, 0], lse.reshape(-1)
+    sizes = [int(x.queries.sum()) for x in parts]
+    found = (at_q, out[:, 0], lse.reshape(-1))
+    yield from zip(*(torch.split_with_sizes(x, sizes) for x in found), strict=True)
 
 
 def flash_backward() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
@@ -168,8 +206,9 @@ def flash_backward() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
 
 
 def _backward_cuda(
-    q: Tensor, k: Tensor, v: Tensor, given: Given, pieces: Indexed, scale: float
+    q: Tensor, k: Tensor, v: Tensor, given: Given, parts: list[Indexed], scale: float
 ) -> Iterator[Grads]:
+    pieces = _joined(parts)
     at_q, starts_q, most_q = _packed(pieces.query, pieces.queries, q.device)
     at_k, starts_k, most_k = _packed(pieces.key, pieces.keys, q.device)
     own, _, _ = _packed(pieces.own, pieces.keys, q.device)
@@ -182,7 +221,10 @@ def _backward_cuda(
         *(starts_q, starts_k, most_q, most_k, 0.0, pieces.causal, state, none),
         scale=scale,
     )
-    yield at_q, own, dq[:, 0], dk[:, 0], dv[:, 0]
+    queries = [int(x.queries.sum()) for x in parts]
+    keys = [int(x.keys.sum()) for x in parts]
+    found = ((at_q, queries), (own, keys), (dq[:, 0], queries), (dk[:, 0], keys), (dv[:, 0], keys))
+    yield from zip(*(torch.split_with_sizes(x, sizes) for x, sizes in found), strict=True)
 
 
 def padded(x: Tensor, dim: int) -> Tensor:
