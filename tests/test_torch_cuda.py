@@ -160,6 +160,7 @@ def test_a_call_without_triton_is_told_what_to_do(monkeypatch):
     ],
 )
 def test_what_a_device_can_not_run_is_said(monkeypatch, capability, hip, dtype, dim, words):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     why = _available.reason(DEVICE, dtype, dim)
