@@ -51,7 +51,8 @@ FLIPS = {
     "width": (["window"], {"method": Window(5)}),
     "width of one head": (["window"], {"method": Window((9, 4, 2, 30))}),
     "width of zero": (["window"], {"method": Window(0)}),
-    "tol": (["window"], {"method": Window(tol=0.1)}),
+    # Widths follow from slopes by value, which a tracer has none of.
+    "tol": (["window"], {"method": Window(tol=0.1), "plain_slopes": True}),
     "samples": (["lsh"], {"method": PositionalLSH(6, seed=5)}),
     "one sample": (["lsh"], {"method": PositionalLSH(1, seed=5)}),
     "sampler": (["lsh"], {"method": PositionalLSH(5, seed=5, sampler="iid")}),
