@@ -79,7 +79,17 @@ class StepWeight:
     @property
     def bandwidths(self) -> tuple[int, ...]:
         """For each head a distance that no block exceeds, at any position."""
-        return _draw(self).bandwidth()
+        return _bandwidths(self)
+
+    @property
+    def bins(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
+        """Widths W and shifts S of blocks of equal width, as in HSH-4; None for other families.
+
+        Two int64 arrays ``(heads, s)`` in units of 2^-24 token, for backends that find blocks on
+        the device.
+        """
+        drawn = _draw(self)
+        return (drawn.width, drawn.shift) if isinstance(drawn, Bins) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +126,11 @@ def block_range(weight: Weight) -> tuple[int, int] | None:
 def _draw(weight: StepWeight) -> Bins | Cuts:
     """Draw the integers of a recipe; a few per head and sample, whatever the length."""
     return weight.family.hash(weight.samples, weight.sampler, weight.seed, weight.head_ids)
+
+
+@functools.lru_cache(maxsize=256)
+def _bandwidths(weight: StepWeight) -> tuple[int, ...]:
+    return _draw(weight).bandwidth()
 
 
 class _LabelCache:

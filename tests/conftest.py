@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import types
 
 import hypothesis
 import pytest
 from namespaces import strict_flags
 
 from plsh import registry
+from plsh.cli import main
 
 # Arrays are small here: threads would only wait for one another. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,6 +26,18 @@ def strict():
         import array_api_strict
 
         yield array_api_strict
+
+
+@pytest.fixture
+def call(capsys):
+    """Run the command line in this process; return status, standard output and error."""
+
+    def run_main(*argv):
+        status = main([str(arg) for arg in argv])
+        captured = capsys.readouterr()
+        return types.SimpleNamespace(status=status, out=captured.out, err=captured.err)
+
+    return run_main
 
 
 @contextlib.contextmanager

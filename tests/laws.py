@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+import numpy as np
+
 import plsh
 from plsh import testing
 
@@ -47,3 +49,16 @@ def assert_same(actual: Any, expected: Any, units: float = 32.0) -> None:
 def rows(output: plsh.AttentionOutput, part: slice) -> plsh.AttentionOutput:
     """Return some of the query rows of an output in layout bhsd."""
     return plsh.AttentionOutput(output.out[..., part, :], output.lse[..., part])
+
+
+def check_long_sums() -> None:
+    """Check that one query of thousands of keys rounds as dense attention does, on ``numpy``."""
+    n = 3000
+    q, k, v = testing.make_inputs(1, 1, 1, 1, n, head_dim=4, dtype="float32")[:3]
+    v = np.abs(v)  # no sum cancels
+    call = {"slopes": (2.0**-12,), "q_offset": n - 1}
+    expected = testing.oracle(q, k, v, **call)
+    plain = testing.plain_attention(q, k, v, dtype="float32", **call)
+    given = (x.astype("float32") for x in (q, k, v))
+    output = plsh.attention(*given, method="exact", return_lse=True, backend="numpy", **call)
+    testing.assert_output_close(output, expected, plain, like=output.out)

@@ -1,5 +1,7 @@
 """The byte model by NumPy: equal to torch's, the same by cache as whole, trimmed and not."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -134,3 +136,9 @@ def test_without_temperature_the_likeliest_byte_comes(model):
     for token in found:
         assert token == int(model.logits(text, model.attention("window"))[-1].argmax())
         text += bytes([token])
+
+
+@pytest.mark.parametrize("given", [(b"", 1), (b"a", 1, -0.5), (b"a", 1, math.nan)])
+def test_what_can_not_be_continued_is_said(given):
+    with pytest.raises(ValueError, match=r"(prompt|temperature) must"):
+        next(generate(Cache(load(), "window"), *given))

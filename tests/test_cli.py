@@ -27,18 +27,6 @@ COMMANDS = ("demo", "run", "backends", "plan")
 
 
 @pytest.fixture
-def call(capsys):
-    """Run the command line in this process; return status, standard output and error."""
-
-    def run_main(*argv):
-        status = main([str(arg) for arg in argv])
-        captured = capsys.readouterr()
-        return types.SimpleNamespace(status=status, out=captured.out, err=captured.err)
-
-    return run_main
-
-
-@pytest.fixture
 def refused(call):
     """Run a command that must fail: status 2, nothing on stdout, one line; return the line."""
 
@@ -969,8 +957,23 @@ def test_demo_continues_a_text(call, method):
     assert f"import os{expected.decode(errors='replace')}\n" in got.out
 
 
-def test_demo_refuses_a_prompt_without_a_count(refused):
-    assert "--prompt needs --generate N" in refused("demo", "--prompt", "text")
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--prompt", "text"), "--prompt needs --generate N"),
+        (("--method", "exact"), "--method needs --generate N"),
+        (("--temperature", 0), "--temperature needs --generate N"),
+        (("--generate", 3, "--length", 64), "--length goes without --generate"),
+        (("--generate", 3, "--exact-length", 64), "--exact-length goes without --generate"),
+        (("--generate", 3, "--text", "a"), "--text goes without --generate"),
+        (("--generate", 3, "--heads", 2), "--heads goes without --generate"),
+        (("--generate", 3, "--head-dim", 2), "--head-dim goes without --generate"),
+        (("--generate", 3, "--backend", "numpy,reference"), "takes one --backend"),
+        (("--generate", 3, "--prompt", ""), "--prompt must have a byte or more"),
+    ],
+)
+def test_demo_refuses_what_would_have_no_effect(refused, argv, words):
+    assert words in refused("demo", *argv)
 
 
 def test_demo_seed_changes_lsh_only(call):

@@ -376,18 +376,6 @@ def test_a_table_that_two_have_made_counts_once():
     assert tables._bytes == sum(cost for _, cost in tables._held.values())
 
 
-def test_families_with_equal_widths_need_no_labels():
-    """Integers of the recipe, equal to the labels that the core makes of it."""
-    recipe = plsh.weights.StepWeight(plsh.RandomBinning((4.0, 9.0)), 5, "iid", 3, (0, 1))
-    width, shift = _tables.bins(recipe)
-    at = np.arange(50)
-    block = (at * (1 << 24) - shift[..., None]) // width[..., None]
-    labels = recipe.labels(0, 50)
-    np.testing.assert_array_equal(np.diff(block) != 0, np.diff(labels) != 0)
-    cuts = plsh.weights.StepWeight(plsh.IndependentCuts(4.0), 5, None, 3, (0, 1))
-    assert _tables.bins(cuts) is None
-
-
 # --- the parameters -------------------------------------------------------------------------------
 
 

@@ -262,6 +262,8 @@ def test_the_command_leaves_json_and_figures_and_times_anew(byte, tmp_path, monk
     }
     for name in ("errors", "bounds", "rows", "time"):
         assert (tmp_path / f"reduction-{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*argv, "--retime", "--model", "x"]) == 2
+    assert "no --text and no --model" in capsys.readouterr().err
     assert main([*argv, "--retime"]) == 0
     again = json.loads((tmp_path / "reduction.json").read_text(encoding="utf-8"))
     assert again["cells"] == first["cells"]

@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import math
-import types
 
 import numpy as np
 import pytest
 
 from plsh import FixedBlocks, RandomBinning
-from plsh.cli import main, study
+from plsh.cli import study
 from plsh.study import statistics, structure
 
 TINY = structure.Settings(
@@ -23,18 +22,6 @@ TINY = structure.Settings(
     block_repeats=10,
     block_draws=300,
 )
-
-
-@pytest.fixture
-def call(capsys):
-    """Run the command line in this process; return status, standard output and error."""
-
-    def run_main(*argv):
-        status = main([str(arg) for arg in argv])
-        captured = capsys.readouterr()
-        return types.SimpleNamespace(status=status, out=captured.out, err=captured.err)
-
-    return run_main
 
 
 # --- measurements ---

@@ -69,6 +69,16 @@ def test_bounds_and_bandwidths_agree_with_labels(family):
     assert all(type(width) is int for width in weight.bandwidths)
 
 
+def test_families_of_equal_widths_say_their_integers():
+    """Blocks begin where they say, equal to the labels; others say None."""
+    weight, at = recipe(2, 5, 3, plsh.RandomBinning((4.0, 9.0))), np.arange(50)
+    width, shift = weight.bins
+    assert width.dtype == shift.dtype == np.int64
+    block = (at * (1 << 24) - shift[..., None]) // width[..., None]
+    np.testing.assert_array_equal(np.diff(block) != 0, np.diff(weight.labels(0, 50)) != 0)
+    assert recipe(2, 5, 3, plsh.IndependentCuts(4.0)).bins is None
+
+
 def test_pivot_lemma_counts_shared_blocks():
     """For j <= p <= i the count is the number of samples whose block of p holds both."""
     weight, pivot = recipe(2, 8, 4, plsh.RandomBinning(20.0)), 60

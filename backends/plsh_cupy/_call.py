@@ -14,7 +14,7 @@ from ._axis import MOST, Axis
 from ._device import Device
 from ._params import KINDS, PARAMS
 from ._plan import Instance, instance_for, launches
-from ._tables import TABLES, bins
+from ._tables import TABLES
 
 __all__ = ["attend", "vjp"]
 
@@ -171,7 +171,7 @@ class _Call:
         return grad
 
     def _blocks(self, weight: StepWeight, backward: bool) -> None:
-        drawn = bins(weight)
+        drawn = weight.bins
         if drawn is None:
             self._placed_blocks(weight, backward)
             return

@@ -1,20 +1,17 @@
 """Small tables on the device, made from recipes on the host, and kept for the next call."""
 
-import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from plsh.compat import Array
-from plsh.weights import StepWeight
 
 from ._device import Device
 
-__all__ = ["TABLES", "Tables", "bins"]
+__all__ = ["TABLES", "Tables"]
 
 
 class Tables:
@@ -59,15 +56,3 @@ class Tables:
 
 
 TABLES = Tables(max_bytes=1 << 26)
-
-
-@functools.lru_cache(maxsize=64)
-def bins(weight: StepWeight) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
-    """Return (widths, shifts) ``(heads, samples)`` in units of 2^-24 token, int64.
-
-    None if the family's blocks have no equal widths, so that they need a table of labels.
-    """
-    drawn = weight.family.hash(weight.samples, weight.sampler, weight.seed, weight.head_ids)
-    if not hasattr(drawn, "width") or not hasattr(drawn, "shift"):
-        return None
-    return drawn.width, drawn.shift

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plsh.backend import Request
 from plsh.tiles import Integers, Schedule
-from plsh.weights import DecayWeight, StepWeight, Weight
+from plsh.weights import DecayWeight, StepWeight
 
 from ._band import LIMITS, Given, Group, Mode, Wanted, backward, forward
 from ._bounds import Bounds
@@ -57,7 +57,7 @@ class Call:
         self.acc = torch.float64 if q.dtype == torch.float64 else torch.float32
         self.tokens = (q, k, v)
         self.request = request
-        self.widths = _bandwidths(request.static.weight)
+        self.widths = request.static.weight.bandwidths
         self.group = request.static.heads // max(request.static.kv_heads, 1)
         ids = request.arrays.segment_ids
         self.ids = None if ids is None else _numbered(*ids, self.acc)
@@ -313,12 +313,6 @@ class Call:
         if x.dtype != self.acc:
             own = scratch.get(f"sum of {name}", tuple(own.shape), self.acc)
         return Sum(own.zero_(), part.rows.start, part.keys.start)
-
-
-@functools.lru_cache(maxsize=256)
-def _bandwidths(weight: Weight) -> tuple[int, ...]:
-    """Return the bandwidths of a recipe; they need its draw."""
-    return weight.bandwidths
 
 
 def _numbered(queries: Tensor, keys: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """Decoding token by token with a KV cache that holds no more than a head can see."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,7 +104,22 @@ def generate(
     ------
     int
         The bytes that follow the prompt.
+
+    Raises
+    ------
+    ValueError
+        The prompt is empty, or the temperature below 0 or not finite.
+
+    Examples
+    --------
+    >>> from plsh.byte_model import load
+    >>> len(bytes(generate(Cache(load(), "window"), b"import ", 3)))
+    3
     """
+    if not prompt:
+        raise ValueError("prompt must have a byte or more, got none")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be a finite number >= 0, got {temperature!r}")
     draw = np.random.Generator(np.random.Philox(key=np.array([seed, 0], dtype=np.uint64)))
     logits = cache.logits(prompt)[-1]
     for left in range(count, 0, -1):

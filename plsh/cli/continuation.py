@@ -6,21 +6,20 @@ import time
 
 from ..byte_model import Cache, generate, load
 from ..methods import Exact, Method, PositionalLSH, Window
-from .common import describe, write
+from .common import CliError, describe, write
 
 METHODS = ("exact", "window", "lsh")
-_PROMPT = "The for statement is used to iterate over the elements of a sequence"
+PROMPT = "The for statement is used to iterate over the elements of a sequence"
 
 
 def continue_text(
-    prompt: str | None, count: int, name: str, temperature: float, seed: int, backend: str | None
+    prompt: str, count: int, name: str, temperature: float, seed: int, backend: str | None
 ) -> None:
     """Write the prompt and what the model makes of it, byte by byte, and what the cache held.
 
     Parameters
     ----------
-    prompt : str or None
-        None is a sentence of Python's documentation.
+    prompt : str
     count : int
         Bytes to draw.
     name : {"exact", "window", "lsh"}
@@ -38,7 +37,9 @@ def continue_text(
     }
     method = methods[name]
     cache = Cache(load(), method, backend=backend)
-    text = (prompt or _PROMPT).encode()
+    if not prompt:
+        raise CliError("--prompt must have a byte or more, got none")
+    text = prompt.encode()
     write(f"{describe(method)}, temperature {temperature:g}\n")
     sys.stdout.write(text.decode(errors="replace"))
     decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -44,11 +44,16 @@ EXACT_LENGTH = 2048
 LENGTH = 16384
 """Where exact attention is left out."""
 HEADS, HEAD_DIM = 8, 64
+TEMPERATURE = 0.6
 SAMPLES = (4, 16, 64)
 COMPARED = 16
 """Samples of the lsh row whose bandwidth one window is given, and another its number of pairs."""
 _CHECKED = 64
 """Queries on which the yardstick of the far table is itself compared with exact."""
+
+_OF_TABLES = ("text", "length", "exact_length", "heads", "head_dim")
+_OF_TEXTS = ("prompt", "method", "temperature")
+"""Options of the comparison, and of a continued text."""
 
 _COLUMNS = "{:<41}  {:>8}  {:>9}  {:>9}  {:>9}"
 _BITS_COLUMNS = "{:<41}  {:>9}  {:>8}  {:>9}  {:>8}"
@@ -79,13 +84,10 @@ def add_command(commands: Any) -> None:
         "--text", type=Path, metavar="FILE", help="default: the help topics of Python itself"
     )
     length = integer(2, MAX_POSITION - 1)
-    parser.add_argument(
-        "--length", type=length, default=LENGTH, metavar="N", help=f"default {LENGTH}"
-    )
+    parser.add_argument("--length", type=length, metavar="N", help=f"default {LENGTH}")
     parser.add_argument(
         "--exact-length",
         type=length,
-        default=EXACT_LENGTH,
         metavar="N",
         help=f"up to where exact is computed (default {EXACT_LENGTH})",
     )
@@ -109,15 +111,12 @@ def add_command(commands: Any) -> None:
         "--generate", type=integer(1), metavar="N", help="draw N bytes from the byte model instead"
     )
     text.add_argument("--prompt", metavar="TEXT", help="what they follow")
-    text.add_argument(
-        "--method", choices=continuation.METHODS, default="window", help="default window"
-    )
+    text.add_argument("--method", choices=continuation.METHODS, help="default window")
     text.add_argument(
         "--temperature",
         type=_temperature,
-        default=0.6,
         metavar="T",
-        help="default 0.6; 0: likeliest",
+        help=f"default {TEMPERATURE}; 0: likeliest",
     )
 
 
@@ -125,15 +124,23 @@ def demo(args: argparse.Namespace) -> None:
     """Run the command."""
     names = args.backend or (None,)
     if args.generate is not None:
+        _refuse(args, _OF_TABLES, "goes without --generate")
+        if len(names) > 1:
+            raise CliError(f"--generate takes one --backend, got {','.join(args.backend)}")
         continuation.continue_text(
-            args.prompt, args.generate, args.method, args.temperature, args.seed, names[0]
+            continuation.PROMPT if args.prompt is None else args.prompt,
+            args.generate,
+            args.method or "window",
+            TEMPERATURE if args.temperature is None else args.temperature,
+            args.seed,
+            names[0],
         )
         return
-    if args.prompt is not None:
-        raise CliError("--prompt needs --generate N")
+    _refuse(args, _OF_TEXTS, "needs --generate N")
     callers = [Caller(name) for name in names]
     caller = callers[0]
-    text = load_text(args.text, args.length)
+    length, exact_length = args.length or LENGTH, args.exact_length or EXACT_LENGTH
+    text = load_text(args.text, length)
     write(text.note)
     if args.heads is None and args.head_dim is None:
         model = byte_model.load()
@@ -141,7 +148,7 @@ def demo(args: argparse.Namespace) -> None:
             f"the byte model that ships with plsh: {model.layers} layers of {model.heads} heads, "
             f"trained on {model.length} bytes at a time"
         )
-        tokens = text.tokens[: args.exact_length]
+        tokens = text.tokens[:exact_length]
         known = ", which it was trained on" if args.text is None else ""
         write(f"bits per byte of {len(tokens)} bytes{known}, the whole model under each method:")
         _bits_table(callers, model, tokens, args.seed)
@@ -157,9 +164,9 @@ def demo(args: argparse.Namespace) -> None:
         "ALiBi slopes"
     )
     _call(caller, data.first(min(64, data.length)), PositionalLSH())  # imports, first use
-    near = data.first(min(args.exact_length, args.length))
+    near = data.first(min(exact_length, length))
     _near_table(caller, near, args.seed)
-    if args.length > near.length:
+    if length > near.length:
         _far_table(caller, data, args.seed)
     write()
     write("As an approximation of ALiBi, a window of exact ALiBi beats positional LSH at equal")
@@ -168,6 +175,13 @@ def demo(args: argparse.Namespace) -> None:
     )
     write("of lsh with that lsh. What lsh is for: to reproduce and extend the paper, to run ALiBi")
     write("through kernels that take no bias, and for randomised training masks.")
+
+
+def _refuse(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Refuse options that would have no effect."""
+    for name in names:
+        if getattr(args, name) is not None:
+            raise CliError(f"--{name.replace('_', '-')} {why}")
 
 
 def _temperature(text: str) -> float:
@@ -220,14 +234,9 @@ def _bits_row(caller: Caller, model: byte_model.ByteModel, tokens: NDArray, meth
     def call() -> NDArray:
         return model.logits(tokens, attend)
 
-    if not caller.takes_numpy:  # compilers work at the first call of a shape
-        call()
-    begin = time.perf_counter()
-    logits = call()
-    seconds = time.perf_counter() - begin
-    memory = f"{_peak(call) / 2**20:.1f}" if caller.takes_numpy else "-"
+    logits, seconds, memory = _timed(caller, call)
     bits = f"{bits_per_byte(logits, tokens).mean():.4f}"
-    write(_BITS_COLUMNS.format(describe(method), caller.name, f"{seconds:.3f}", memory, bits))
+    write(_BITS_COLUMNS.format(describe(method), caller.name, seconds, memory, bits))
 
 
 def _near_table(caller: Caller, data: _Data, seed: int) -> None:
@@ -287,15 +296,21 @@ def _measure(
     def call() -> NDArray:
         return _call(caller, data, method)
 
+    out, seconds, memory = _timed(caller, call)
+    pairs = sum(cost.distinct_pairs(_weight(method, data), data.length, causal=True))
+    write(_COLUMNS.format(name, seconds, memory, f"{pairs / 1e6:.2f}", error(out)))
+    return out
+
+
+def _timed(caller: Caller, call: Callable[[], NDArray]) -> tuple[NDArray, str, str]:
+    """Return what a call returns, its seconds, and the MiB that another has at its peak."""
     if not caller.takes_numpy:  # compilers work at the first call of a shape
         call()
     begin = time.perf_counter()
     out = call()
     seconds = time.perf_counter() - begin
     memory = f"{_peak(call) / 2**20:.1f}" if caller.takes_numpy else "-"  # others allocate unseen
-    pairs = sum(cost.distinct_pairs(_weight(method, data), data.length, causal=True))
-    write(_COLUMNS.format(name, f"{seconds:.3f}", memory, f"{pairs / 1e6:.2f}", error(out)))
-    return out
+    return out, f"{seconds:.3f}", memory
 
 
 def _peak(call: Callable[[], NDArray]) -> int:

@@ -25,6 +25,8 @@ def run(args: argparse.Namespace, show: bool) -> None:
     """Measure, judge, draw."""
     settings = QUICK if args.quick else Settings()
     folder = output.folder_of(args.output)
+    if args.retime and (args.text is not None or args.model is not None):
+        raise CliError("--retime keeps the inputs of an earlier run: give no --text and no --model")
     cells = _earlier(folder, settings) if args.retime else _measure(args, settings, show)
     timed = times(settings.time_lengths, settings.time_repeats)
     fitted = exponents(timed)

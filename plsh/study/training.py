@@ -52,7 +52,7 @@ class Settings:
         sigma = 1 / min(self.shape.slopes)
         if self.length < 8 * sigma:
             raise CliError(
-                f"--length must be at least 8 sigma of every head, {math.ceil(8 * sigma)}, "
+                f"the length must be at least 8 sigma of every head, {math.ceil(8 * sigma)}, "
                 f"got {self.length}"
             )
 

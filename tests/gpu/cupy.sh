@@ -7,18 +7,7 @@
 # compute-sanitizer the checks of memory. Ends with a table, and with 0 if everything passed.
 set -u
 cd "$(dirname "$0")/../.."
-export PYTHONPATH="$PWD:$PWD/backends:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
-export PYTHONUNBUFFERED=1 PLSH_GPU=1
-python=${PYTHON:-python3}
-failed=()
-
-step() {
-    local name=$1 limit=$2 begin=$SECONDS
-    shift 2
-    echo "== $name"
-    timeout "$limit" "$@" || failed+=("$name")
-    echo "== $name took $((SECONDS - begin)) s"
-}
+source tests/gpu/steps.sh
 
 step "machine" 20 "$python" tests/gpu/cupy_run.py machine
 ((${#failed[@]})) && exit 1
@@ -36,8 +25,4 @@ else
 fi
 step "timings" 60 "$python" tests/gpu/cupy_run.py timings
 
-if ((${#failed[@]})); then
-    printf 'FAILED: %s\n' "${failed[@]}"
-    exit 1
-fi
-echo "everything passed in $SECONDS s"
+finish

@@ -7,18 +7,7 @@
 # everything passed.
 set -u
 cd "$(dirname "$0")/../.."
-export PYTHONPATH="$PWD:$PWD/backends:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
-export PYTHONUNBUFFERED=1 PLSH_GPU=1
-python=${PYTHON:-python3}
-failed=()
-
-step() {
-    local name=$1 limit=$2 begin=$SECONDS
-    shift 2
-    echo "== $name"
-    timeout "$limit" "$@" || failed+=("$name")
-    echo "== $name took $((SECONDS - begin)) s"
-}
+source tests/gpu/steps.sh
 
 step "machine" 30 "$python" tests/gpu/torch_run.py machine
 ((${#failed[@]})) && exit 1
@@ -27,8 +16,4 @@ step "checks" 100 "$python" -m pytest -q -p no:cacheprovider -c /dev/null --root
 step "conformance" 120 "$python" tests/gpu/torch_run.py conformance
 step "timings" 100 "$python" tests/gpu/torch_run.py timings
 
-if ((${#failed[@]})); then
-    printf 'FAILED: %s\n' "${failed[@]}"
-    exit 1
-fi
-echo "everything passed in $SECONDS s"
+finish

@@ -10,7 +10,7 @@ import test_numpy_backend as numpy_tests
 import torch
 from calls import FACTORS, pairwise
 from interpreter import BACKEND, REAL, SMALL
-from laws import NAMES, inputs
+from laws import NAMES, check_long_sums, inputs
 from planted import call
 from plsh_torch._band import Given as Output
 from plsh_torch.cuda import _call, _plan, _tune
@@ -308,15 +308,7 @@ def test_wild_offsets_on_the_device_do_no_harm(method):
 
 def test_sums_over_thousands_of_tokens_round_as_dense_ones():
     """NUM-7: tile by tile; one sum through all of them is ten times off."""
-    n = 3000
-    q, k, v = testing.make_inputs(1, 1, 1, 1, n, head_dim=4, dtype="float32")[:3]
-    v = np.abs(v)  # no sum cancels
-    call = {"slopes": (2.0**-12,), "q_offset": n - 1}
-    expected = testing.oracle(q, k, v, **call)
-    plain = testing.plain_attention(q, k, v, dtype="float32", **call)
-    given = (x.astype("float32") for x in (q, k, v))
-    output = plsh.attention(*given, method="exact", return_lse=True, backend="numpy", **call)
-    testing.assert_output_close(output, expected, plain, like=output.out)
+    check_long_sums()
 
 
 def test_the_tiles_of_the_table_are_sound():

@@ -20,7 +20,7 @@ from .._recipe import Given, Recipe, weight_of
 from . import _backward, _diagonals, _forward, _tune
 from ._available import generation_on, tf32_allowed
 from ._plan import Tile, block_of, tile_for
-from ._tables import TABLES, bins, capturing
+from ._tables import TABLES, capturing
 
 KERNELS = {
     "forward": _forward.forward,
@@ -196,7 +196,7 @@ class Call:
                    "label_count", "label_steps")  # fmt: skip
         self.values |= dict.fromkeys(tables) | dict.fromkeys(numbers, 0)
         weight = self.weight
-        self.bandwidths = _bandwidths(weight)
+        self.bandwidths = weight.bandwidths
         if isinstance(weight, DecayWeight):
             self._slopes()
             self.values["bandwidths"] = self._table(
@@ -226,7 +226,7 @@ class Call:
         self.values |= {"slopes": slopes, "slopes_b": strides[0], "slopes_h": strides[1]}
 
     def _blocks(self, weight: StepWeight, backward: bool) -> None:
-        drawn = bins(weight)
+        drawn = weight.bins
         if drawn is None:
             start, stop = self._positions(backward)
             labels = self._table((weight, start, stop), lambda: weight.labels(start, stop))
@@ -391,13 +391,6 @@ def _strides(name: str, x: Tensor) -> dict[str, int]:
 def arguments(kernel: str) -> tuple[str, ...]:
     """Return the names of a kernel's arguments, in their order."""
     return tuple(inspect.signature(KERNELS[kernel].fn).parameters)
-
-
-@functools.lru_cache(maxsize=256)
-def _bandwidths(weight: Any) -> tuple[int, ...]:
-    """Return the bandwidths of a recipe; they need its draw."""
-    found: tuple[int, ...] = weight.bandwidths
-    return found
 
 
 def _bits(x: float) -> int:

@@ -1,17 +1,13 @@
 """Small tables on the device, made from recipes on the host, and kept for the next call."""
 
-import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-
-from plsh.weights import StepWeight
 
 
 def capturing(device: torch.device) -> bool:
@@ -74,15 +70,3 @@ class Tables:
 
 
 TABLES = Tables(max_bytes=1 << 26)
-
-
-@functools.lru_cache(maxsize=64)
-def bins(weight: StepWeight) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
-    """Return (widths, shifts) ``(heads, samples)`` in units of 2^-24 token, int64.
-
-    None if the family's blocks have no equal widths, so that they need a table of labels.
-    """
-    drawn = weight.family.hash(weight.samples, weight.sampler, weight.seed, weight.head_ids)
-    if not hasattr(drawn, "width") or not hasattr(drawn, "shift"):
-        return None
-    return drawn.width, drawn.shift
