@@ -93,7 +93,7 @@ def main():
                         continue
                     row[kernel, group, step, segments] = [
                         pool.submit(choose, arch, group, kernel, step, segments, dim, folder)
-                        for dim in (64, 128, 256)
+                        for dim in _plan.CLASSES
                     ]
         lines = [HEAD]
         for arch, table in tables.items():

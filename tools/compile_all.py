@@ -57,7 +57,8 @@ def main():
             (arch, instance)
             for arch in arguments.arch or backend.ARCHITECTURES
             for instance in backend.wanted(arch)
-            if arguments.only in instance.kernel and not (arguments.quick and is_rare(instance))
+            if arguments.only in instance.kernel
+            and not (arguments.quick and backend.is_rare(instance))
         ]
         lines, failed = compile_backend(backend, work, arguments.jobs)
         print(f"{name}: {len(work)} kernels compiled, {failed} with a fault")
@@ -66,13 +67,6 @@ def main():
         if not partly:
             text = f"# {backend.digest()}\n" + "\n".join(lines) + "\n"
             backend.TABLE.write_text(text, encoding="utf-8")
-
-
-def is_rare(instance):
-    """Whether ``--quick`` leaves an instance out."""
-    return getattr(instance, "segments", False) or (
-        hasattr(instance, "segments") and instance.dtype == "float64"
-    )
 
 
 if __name__ == "__main__":

@@ -71,6 +71,11 @@ def wanted(arch):
     ]
 
 
+def is_rare(instance):
+    """Whether ``--quick`` leaves an instance out."""
+    return instance.segments or instance.dtype == "float64"
+
+
 def arguments(instance, tile):
     """Return the types, the constants and the attributes of a kernel's arguments, as of a call."""
     import triton.language as tl
