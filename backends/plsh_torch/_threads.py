@@ -8,6 +8,9 @@ How many threads an operation takes is a setting of the thread that calls it, in
 import contextlib
 import ctypes
 import functools
+import os
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +21,28 @@ import torch
 from ._scratch import Scratch, borrow, give_back
 
 Job = TypeVar("Job")
+
+_helpers: deque[int] = deque(maxlen=256)
+"""Threads of late, as the system numbers them."""
+_FORK_WAIT = 1.0
+"""Seconds a fork waits at most: a call may be running, or a number have been given again."""
+
+
+def _see_helpers_off() -> None:
+    """Wait until threads that have ended have left the process, too.
+
+    Python takes a thread for ended before its libraries have cleaned up behind it. MKL does that
+    under a lock; a process forked in that moment would wait for it forever in its first product.
+    """
+    latest = time.monotonic() + _FORK_WAIT
+    for number in list(_helpers):
+        while os.path.exists(f"/proc/self/task/{number}") and time.monotonic() < latest:
+            time.sleep(1e-4)
+    _helpers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_see_helpers_off)
 
 
 class Setters(NamedTuple):
@@ -73,6 +98,7 @@ def run(work: Callable[[Job, Scratch], None], jobs: Sequence[Job], threads: int)
     def help_out(job: Job) -> None:
         # A new thread has no modes of its own: gradients would be recorded, and what is made in
         # inference mode could not be written to.
+        _helpers.append(threading.get_native_id())
         with torch.inference_mode(), alone():
             work_off(job)
 
