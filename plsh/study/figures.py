@@ -43,7 +43,7 @@ def _band(axis: Any, x: Sequence[float], repeats: Sequence[Sequence[float]], **s
 def _sizes(axis: Any, values: Sequence[int], name: str) -> None:
     """Make the axis of x logarithmic, with the sizes that were measured as its ticks."""
     axis.set_xscale("log")
-    axis.set_xticks(values, [str(v) for v in values])
+    axis.set_xticks(values, [str(v) for v in values], fontsize=8)
     axis.minorticks_off()
     axis.set_xlabel(name)
 
@@ -137,7 +137,8 @@ def _structure_blocks(document: Mapping[str, Any], path: Path) -> None:
     axes[0, 0].set_title(f"sigma = {sigma}, n = {middle}", fontsize=10)
     _sizes(axes[0, 1], lengths, "length n")
     axes[0, 1].set_title(f"sigma = {sigma}, s = {some}", fontsize=10)
-    axes[0, 0].legend(fontsize=8)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
     save(figure, path)
 
 
@@ -288,7 +289,7 @@ def _reduction_errors(document: Mapping[str, Any], path: Path) -> None:
 
 def _reduction_bounds(document: Mapping[str, Any], path: Path) -> None:
     """Draw the largest error over heads beside the bound, for each input."""
-    figure, axes = _panels(1, 1, 4.0)
+    figure, axes = _panels(1, 1, 4.6)
     cells = [c for c in document["cells"] if c["method"] == "lsh iid"]
     for name in dict.fromkeys(c["inputs"] for c in cells):
         own = [c for c in cells if c["inputs"] == name]
@@ -299,7 +300,7 @@ def _reduction_bounds(document: Mapping[str, Any], path: Path) -> None:
     axes[0, 0].set_yscale("log")
     _sizes(axes[0, 0], samples, "masks s")
     axes[0, 0].set_ylabel("rms error of rows / largest |v|; dotted: bound")
-    axes[0, 0].legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     save(figure, path)
 
 

@@ -62,7 +62,7 @@ class Settings:
     repeats: int = 5
     adversary_length: int = 256
     adversary_steps: int = 150
-    time_lengths: tuple[int, ...] = (2048, 4096, 8192, 16384)
+    time_lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768, 65536)
     time_repeats: int = 5
 
 
