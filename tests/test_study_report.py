@@ -92,12 +92,18 @@ def test_a_page_has_every_verdict_and_figure_and_whole_tables(report, tmp_path):
     for name, results in found.items():
         for claim in results["claims"]:
             assert f"| **{claim['verdict']}** | {claim['claim']} | " in page
+            short = f"- **{claim['verdict']}** ({name}): {claim['claim']}: "
+            assert (short in page) == (claim["verdict"] != "holds")
         made = {path.name for path in report.DRAW[name](results, tmp_path)}
         assert made == set(re.findall(rf"\(study/({name}-\w+\.png)\)", page))
     for block in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
         counts = {line.replace("\\|", "").count("|") for line in block.splitlines()}
         assert len(counts) == 1
     assert "nan" not in page
+    counts = [[c["verdict"] for c in r["claims"]].count("holds") for r in found.values()]
+    assert re.findall(r"^\| (?:structure|reduction|training) \| (\d+)", page, re.MULTILINE) == [
+        str(n) for n in counts
+    ]
 
 
 def test_a_part_without_results_is_left_out(report):

@@ -20,6 +20,7 @@ import numpy as np
 
 from plsh.study import figures
 from plsh.study.output import measured
+from plsh.study.statistics import FAILS, HOLDS, UNDECIDED
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "study"
@@ -41,6 +42,7 @@ command that made its JSON.
 A claim **holds** if the whole 95 % interval of what was measured lies where the claim needs it, **does not hold** if
 the whole interval lies outside, and is **undecided** otherwise. Intervals are Student's over independent repetitions
 (seeds); those of shares are Wilson's. No correction is made for the number of claims. Negative results stay in.
+In short, and all that does not hold or is undecided:
 """
 
 
@@ -68,10 +70,26 @@ def documents() -> dict[str, Any]:
 def page(found: Mapping[str, Any]) -> str:
     """Return the page."""
     parts = {"structure": structure, "reduction": reduction, "training": training}
-    return "\n".join([HEAD, *(parts[name](document) for name, document in found.items())])
+    told = [HEAD, summary(found), *(parts[name](document) for name, document in found.items())]
+    return "\n".join(told)
 
 
 # --- parts ----------------------------------------------------------------------------------------
+
+
+def summary(found: Mapping[str, Any]) -> str:
+    """Return how many claims have which verdict, and those that do not hold or are undecided."""
+    verdicts = (HOLDS, FAILS, UNDECIDED)
+    rows, rest = [], []
+    for name, document in found.items():
+        given = [c["verdict"] for c in document["claims"]]
+        rows.append([name, *(str(given.count(v)) for v in verdicts)])
+        rest += [
+            f"- **{c['verdict']}** ({name}): {c['claim']}: {measured(c)}"
+            for c in document["claims"]
+            if c["verdict"] != HOLDS
+        ]
+    return "\n".join([table(("study", *verdicts), rows), "", *rest, ""])
 
 
 def structure(document: Mapping[str, Any]) -> str:
