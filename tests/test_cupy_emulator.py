@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import cuda_emulator
 import numpy as np
@@ -15,7 +16,7 @@ from cuda_emulator import HERE, KERNELS, EmulatedBackend, Emulator, EmulatorFaul
 from emulated import BACKEND, results
 from laws import inputs
 from plsh_cupy._params import PARAMS
-from plsh_cupy._plan import Instance, Launch
+from plsh_cupy._plan import THREADS, Instance, Launch
 
 import plsh
 
@@ -23,6 +24,7 @@ import plsh
 
 PROBE = """
 #include <tile.cuh>
+#include <mma.cuh>
 extern "C" __global__ void plsh_probe(const Params p) {
     Arena arena;
     Shared<int> x = arena.take<int>(THREADS);
@@ -67,30 +69,52 @@ FAULTS = {
 }  # fmt: skip
 
 
-class _Probe:
-    """An instance of a kernel of one's own."""
+class _Probe(NamedTuple):
+    """An instance of a kernel of one's own, with what another one leaves open."""
 
-    kernel, symbol = "probe", "plsh_probe"
+    like: Instance
+    kernel: str = "probe"
+    symbol: str = "plsh_probe"
 
     def macros(self, size):
-        return Instance("forward", "float32", False, 64, 64).macros(size)
+        return self.like.macros(size)
 
 
-def run_probe(folder, body, blocks, core_flags=BACKEND.emulator.core_flags):
+PLAIN = Instance("forward", "float32", False, 64, 64)
+
+
+class Probe:
+    """A kernel with a body of one's own, on an emulator of its own."""
+
+    def __init__(self, folder, body, like=PLAIN, core_flags=None):
+        for path in KERNELS.iterdir():
+            shutil.copy(path, folder)
+        (folder / "probe.cu").write_text(PROBE.replace("BODY", body))
+        self.emulator, self.like = Emulator(folder, folder), like
+        if core_flags is None:
+            shutil.copy(BACKEND.emulator.compile_core(), folder)
+        else:
+            self.emulator.core_flags = core_flags
+
+    def run(self, blocks=1, *given, size=256, shared_bytes=2048, **integers):
+        """Return what it writes; `given` are (view, array of tokens and dims) that it may read."""
+        device = EmulatedBackend(emulator=self.emulator).device()
+        params = np.zeros((), PARAMS)
+        out = device.empty((size,), "float32")
+        device.locate(out).fill(params, "out", "d")
+        device.locate(np.zeros(4)).fill(params, "k", "d")
+        for name, x in given:
+            device.locate(x).fill(params, name, "nd")
+        for name, x in integers.items():
+            params[name] = x
+        launch = Launch(_Probe(self.like), 0, blocks, THREADS, shared_bytes, 1)
+        device.run(launch, params)
+        return out.view(np.int32)
+
+
+def run_probe(folder, body, blocks, core_flags=None):
     """Compile and run a kernel with a body of one's own; return what it wrote."""
-    for path in KERNELS.iterdir():
-        shutil.copy(path, folder)
-    (folder / "probe.cu").write_text(PROBE.replace("BODY", body))
-    emulator = Emulator(folder, folder)
-    emulator.core_flags = core_flags
-    shutil.copy(BACKEND.emulator.compile_core(), folder)
-    device = EmulatedBackend(emulator=emulator).device()
-    params = np.zeros((), PARAMS)
-    out = device.empty((256,), "float32")
-    device.locate(out).fill(params, "out", "d")
-    device.locate(np.zeros(4)).fill(params, "k", "d")
-    device.run(Launch(_Probe(), 0, blocks, 256, 2048, 1), params)
-    return out.view(np.int32)
+    return Probe(folder, body, core_flags=core_flags).run(blocks)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -170,11 +194,12 @@ def test_a_compiler_that_is_missing_is_named(monkeypatch, tmp_path):
 
 # --- every barrier is needed ----------------------------------------------------------------------
 
+WAITS = r"__syncthreads|wait_copies"
 SITES = [
     (path.name, number)
     for path in sorted(KERNELS.glob("*.cu*"))
     for number, line in enumerate(path.read_text().splitlines(), 1)
-    if "__syncthreads" in line
+    if path.name != "mma.cuh" and re.search(WAITS, line)
 ]
 
 
@@ -208,7 +233,8 @@ def freely_skipped():
 
 
 def test_sites_were_found():
-    assert len(SITES) == sum(p.read_text().count("__syncthreads") for p in KERNELS.glob("*.cu*"))
+    files = [path for path in KERNELS.glob("*.cu*") if path.name != "mma.cuh"]
+    assert len(SITES) == sum(len(re.findall(WAITS, path.read_text())) for path in files)
     assert len(SITES) > 25
 
 
@@ -221,7 +247,9 @@ def test_without_this_barrier_a_fault_is_found(file, line, freely_skipped):
     emulator = freely_skipped.emulator
     emulator.skipped = (file, line)
     try:
-        with pytest.raises(EmulatorFault, match=r"race|never written|divergence"):
+        with pytest.raises(
+            EmulatorFault, match=r"race|never written|divergence|in flight|not waited"
+        ):
             run_all(scenarios(freely_skipped.name))
     finally:
         emulator.skipped = None
@@ -279,7 +307,7 @@ def measure(build):
 def test_tests_reach_the_kernels(tmp_path):
     """At least 95 % of the lines and of the branches of every file."""
     lines, branches = measure(tmp_path)
-    files = {path.name for path in KERNELS.glob("*.cu*")} - {"device.cuh"}
+    files = {path.name for path in KERNELS.glob("*.cu*")} - {"device.cuh", "mma.cuh"}
     assert {name for name, _ in lines} == files
     for name in sorted(files):
         for what, counts in (("lines", lines), ("branches", branches)):
@@ -292,11 +320,22 @@ def test_tests_reach_the_kernels(tmp_path):
 # --- the twin -------------------------------------------------------------------------------------
 
 
-def test_the_twin_declares_what_the_device_header_does():
+@pytest.mark.parametrize(
+    ("header", "names"),
+    [
+        ("device.cuh", "widen|infinity|power_of_two|logarithm|count_bits|read|write|load_four"),
+        ("mma.cuh", "pack|mma|load_matrices|load_transposed|copy_later|commit_copies|wait_copies"),
+    ],
+)
+def test_the_twin_declares_what_the_header_does(header, names):
     """Whatever a kernel may call has both forms."""
-    pattern = r"\b(widen|infinity|power_of_two|logarithm|count_bits|read|write|load_four)\("
+    ours, twin = ((folder / header).read_text() for folder in (KERNELS, HERE))
+    for text in (ours, twin):
+        assert set(re.findall(rf"\b({names})(?:<\w+>)?\(", text)) == set(names.split("|"))
+
+
+def test_the_twin_has_the_types_of_the_device_header():
     ours, twin = ((folder / "device.cuh").read_text() for folder in (KERNELS, HERE))
-    assert set(re.findall(pattern, ours)) == set(re.findall(pattern, twin))
     for name in ("Half", "BFloat16", "Narrow", "Four", "Arena", "Shared"):
         assert re.search(rf"\b{name}\b", ours)
         assert re.search(rf"\b{name}\b", twin)

@@ -45,10 +45,11 @@ inline float widen(BFloat16 x) {
     return wide;
 }
 inline float widen(Half x) {
-    const int exponent = x.bits >> 10 & 31, fraction = x.bits & 1023;
-    float size = exponent == 0    ? std::ldexp((float)fraction, -24)
-                 : exponent == 31 ? (fraction == 0 ? INFINITY : NAN)
-                                  : std::ldexp((float)(fraction + 1024), exponent - 25);
+    const unsigned bits = (unsigned)(x.bits & 0x7fff) << 13;
+    float size;
+    std::memcpy(&size, &bits, 4);
+    size *= 0x1p112f;  // between the exponents' zeros, exact for subnormal numbers too
+    if (bits >= 31u << 23) size = bits == 31u << 23 ? INFINITY : NAN;
     return x.bits >> 15 ? -size : size;
 }
 

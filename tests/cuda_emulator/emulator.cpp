@@ -78,6 +78,15 @@ constexpr unsigned EPOCHS = (1u << (32 - TAG)) - 1;
 
 enum State { RUNNABLE, AT_BARRIER, AT_SHUFFLE, DONE };
 
+// A copy in the background, and the number of its thread's commits before it.
+struct Copy {
+    int at;
+    uint64_t from;
+    int group;
+};
+
+constexpr int SLOT = 64;
+
 struct Fibre {
     std::unique_ptr<char[]> stack{new char[STACK]};
     Context at;
@@ -86,12 +95,15 @@ struct Fibre {
     int line;
     bool vote;
     long shuffles;
-    alignas(8) char slot[2][8];
+    alignas(16) char slot[2][SLOT];
+    std::vector<Copy> copies;  // those not waited for
+    int groups;                // committed
 };
 
 std::vector<Fibre> fibres;
 std::vector<char> memory;
 std::vector<unsigned> shared_writers, shared_readers;
+std::vector<unsigned> in_flight;  // thread + 1 whose copy to each four bytes has not landed
 std::vector<Range> arrays;
 std::vector<std::vector<int>> writers, readers;  // of each byte of a writable array: block + 1
 const Launch* how;
@@ -133,6 +145,7 @@ void wait(State state, const char* file, int line) {
 
 void begin_fibre() {
     entry(argument);
+    if (!fibres[current].copies.empty()) fault("ends with copies that were not waited for");
     fibres[current].state = DONE;
     switch_to(fibres[current].at, scheduler);
 }
@@ -200,6 +213,7 @@ void run_block() {
     std::memset(memory.data(), 0xff, memory.size());
     std::fill(shared_writers.begin(), shared_writers.end(), 0);
     std::fill(shared_readers.begin(), shared_readers.end(), 0);
+    std::fill(in_flight.begin(), in_flight.end(), 0);
     begin_epoch(1);
     std::vector<int> turn(count);
     for (int i = 0; i < count; ++i) {
@@ -207,6 +221,8 @@ void run_block() {
         turn[i] = i;
         fibre.state = RUNNABLE;
         fibre.shuffles = 0;
+        fibre.copies.clear();
+        fibre.groups = 0;
         // Stacks begin at different places of their pages, which would share cache lines else.
         make_context(fibre.at, fibre.stack.get(), STACK - i % 16 * 256, begin_fibre);
     }
@@ -247,8 +263,7 @@ bool barrier_or(bool value, const char* file, int line) {
     return votes > 0;
 }
 
-// Give `bytes` to the warp; returns the slot in which every lane of it has given some.
-static int give(const void* mine, int bytes, const char* file, int line) {
+int give(const void* mine, int bytes, const char* file, int line) {
     Fibre& own = fibres[current];
     // Two slots in turn: no lane is two shuffles ahead of another.
     const int slot = own.shuffles++ % 2;
@@ -257,16 +272,52 @@ static int give(const void* mine, int bytes, const char* file, int line) {
     return slot;
 }
 
+const void* given(int lane, int slot) { return fibres[current / WARP * WARP + lane].slot[slot]; }
+
 const void* exchange(const void* mine, int bytes, int source, const char* file, int line) {
-    const int slot = give(mine, bytes, file, line);
-    return fibres[current / WARP * WARP + source].slot[slot];
+    return given(source, give(mine, bytes, file, line));
+}
+
+void copy_later(int at, int begin, int end, uint64_t from) {
+    if (from != 0) check_global(from, 16, false);
+    examine_shared(at, begin, end, 16, true);
+    std::memset(memory.data() + at, 0xff, 16);
+    for (int word = at / 4; word < at / 4 + 4; ++word) {
+        in_flight[word] = current + 1;
+        // Of no one thread, so that every access before it lands is examined.
+        shared_writers[word] = now.several;
+        shared_readers[word] = 0;
+    }
+    fibres[current].copies.push_back({at, from, fibres[current].groups});
+}
+
+void commit_copies() { ++fibres[current].groups; }
+
+void wait_copies(int pending, const char* file, int line) {
+    if (is_skipped(file, line)) return;
+    Fibre& own = fibres[current];
+    const auto landed = [&](const Copy& copy) {
+        if (copy.group >= own.groups - pending) return false;
+        char* to = memory.data() + copy.at;
+        if (copy.from == 0)
+            std::memset(to, 0, 16);
+        else
+            std::memcpy(to, reinterpret_cast<const void*>(copy.from), 16);
+        for (int word = copy.at / 4; word < copy.at / 4 + 4; ++word) {
+            in_flight[word] = 0;
+            shared_writers[word] = now.own;
+        }
+        return true;
+    };
+    own.copies.erase(std::remove_if(own.copies.begin(), own.copies.end(), landed),
+                     own.copies.end());
 }
 
 unsigned ballot(bool mine, const char* file, int line) {
     const int slot = give(&mine, 1, file, line);
     unsigned bits = 0;
     for (int lane = 0; lane < WARP; ++lane)
-        bits |= unsigned(fibres[current / WARP * WARP + lane].slot[slot][0]) << lane;
+        bits |= unsigned(*static_cast<const char*>(given(lane, slot))) << lane;
     return bits;
 }
 
@@ -309,6 +360,9 @@ void examine_shared(int at, int begin, int end, int bytes, bool writing) {
     const auto by_others = [](unsigned tag) { return tag >> TAG == epoch && tag != now.own; };
     for (int word = at / 4; word < (at + bytes + 3) / 4; ++word) {
         unsigned &writer = shared_writers[word], &reader = shared_readers[word];
+        if (in_flight[word] != 0)
+            fault("%s of shared memory at byte %d, where the copy of thread %u is in flight",
+                  writing ? "write" : "read", at, in_flight[word] - 1);
         if (by_others(writer))
             fault("race: %s of shared memory at byte %d, which thread %u wrote since the last "
                   "barrier", writing ? "write" : "read", at, (writer & SEVERAL) - 1);
@@ -346,6 +400,7 @@ int launch(void (*kernel)(const void*), const void* params, const Launch& launch
     memory.resize(launch.shared_bytes + 16);
     shared_writers.resize(launch.shared_bytes / 4 + 8);
     shared_readers.resize(launch.shared_bytes / 4 + 8);
+    in_flight.resize(launch.shared_bytes / 4 + 8);
     now = {memory.data(), shared_writers.data(), shared_readers.data(), 0, 0, 0, 0};
     thread_index = {0, 0, 0};
     if (fibres.size() < launch.block) fibres = std::vector<Fibre>(launch.block);

@@ -4,8 +4,8 @@
 // Found, each with the block and thread: a barrier or shuffle that not all threads reach, two
 // threads that touch shared memory without a barrier between them (one of them writing), shared
 // memory read before it is written, access outside of an array or of a piece of shared memory,
-// misaligned access, writes to what is read-only, and two blocks that write, or write and read,
-// the same place.
+// misaligned access, writes to what is read-only, two blocks that write, or write and read, the
+// same place, and shared memory used while a copy to it is in flight: it lands at the wait.
 #ifndef EMULATOR_H
 #define EMULATOR_H
 
@@ -70,13 +70,22 @@ inline char* check_shared(int at, int begin, int end, int bytes, bool writing) {
     unsigned by_others = at < begin || at + bytes > end || at % (bytes < 16 ? bytes : 16) != 0;
     unsigned by_one = by_others | writing;
     if (by_others == 0)
-        for (int word = 0; word < bytes / 4; ++word) {
+        for (int word = 0; word < (bytes + 3) / 4; ++word) {
             by_others |= tags[word] ^ now.own;
             by_one |= tags[word] ^ now.several;
         }
     if (by_others != 0 && by_one != 0) examine_shared(at, begin, end, bytes, writing);
     return now.shared + at;
 }
+
+// The same in two steps: give to the warp, then take what a lane gave into that slot.
+int give(const void* mine, int bytes, const char* file, int line);
+const void* given(int lane, int slot);
+
+// Copies of 16 bytes to shared memory, or of zeros from 0: begun, grouped, waited for.
+void copy_later(int at, int begin, int end, uint64_t from);
+void commit_copies();
+void wait_copies(int pending, const char* file, int line);
 
 // One bit a lane of the warp: whether it votes for.
 unsigned ballot(bool mine, const char* file, int line);
