@@ -69,7 +69,8 @@ def kind(x: object) -> str:
     for cls in type(x).__mro__:
         name = _ROOTS.get(cls.__module__.partition(".")[0])
         if name is not None:
-            return name if hasattr(x, "dtype") and hasattr(x, "shape") else ""
+            # Not by shape: asked for it, torch's nested tensors raise.
+            return name if hasattr(x, "dtype") and hasattr(x, "ndim") else ""
     return "array-api" if hasattr(x, "__array_namespace__") else ""
 
 

@@ -312,7 +312,7 @@ class Family:
 
     def per_head(self, heads: int) -> list[tuple[float, ...]]:
         """Return the parameters of each of `heads` heads."""
-        if self.heads not in (None, heads):
+        if self.heads is not None and self.heads != heads:
             raise ValueError(
                 f"family {type(self).__name__} has parameters for {self.heads} heads, got {heads}"
             )

@@ -242,14 +242,14 @@ def _step_weight(
             f"slopes under lsh must have shape (H,) = ({heads},), got one row per batch row; "
             "per-batch slopes need method 'exact' or 'window'"
         )
-    sigma = tuple(_decay_length(slope) for slope in known)
+    sigma = tuple(decay_length(slope) for slope in known)
     return StepWeight(RandomBinning(sigma), method.samples, method.sampler, method.seed, ids)
 
 
 def _resolve_table(table: PartitionSet, slopes: Any, heads: int) -> Resolved:
     if slopes is not None:
         raise ValueError("slopes must be None with a PartitionSet, which carries its own widths")
-    if table.heads not in (1, heads):
+    if table.heads != 1 and table.heads != heads:  # a tuple would not find a compiler's symbol
         raise ValueError(f"method must hold partitions of 1 or {heads} heads, got {table.heads}")
     widths = table.bandwidths
     widths = widths if table.heads == heads else widths * heads
@@ -281,7 +281,7 @@ def as_slopes(values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(checked)
 
 
-def _decay_length(slope: float) -> float:
+def decay_length(slope: float) -> float:
     """Return sigma = 1/float32(slope), so that every dtype of slope draws the same blocks."""
     rounded = _float32(slope)
     return 1.0 / rounded if rounded else math.inf

@@ -92,7 +92,14 @@ def check_is_array(name: str, x: object) -> None:
             f"{name} must be an array, got {type(x).__name__}; pass numpy.asarray({name})"
         )
     if not compat.is_strided(x):
-        raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}")  # type: ignore[attr-defined]
+        if x.is_nested:  # type: ignore[attr-defined]
+            raise TypeError(
+                f"{name} must be a dense tensor, got a nested one; pass "
+                f"{name}.to_padded_tensor(0.0), and padding as segment_ids"
+            )
+        raise TypeError(
+            f"{name} must be a dense tensor, got layout {x.layout}; pass {name}.to_dense()"  # type: ignore[attr-defined]
+        )
 
 
 def check_same_device(names: str, x: Array, *others: Array) -> None:
@@ -186,6 +193,7 @@ def check_slopes(slopes: Any, kind: str, batch: int | None, heads: int) -> Any:
                 f"slopes must be numbers, a NumPy array or a {kind} array like q, got {given}: "
                 f"slopes = {compat.conversion('slopes', given, kind)}"
             )
+        check_is_array("slopes", slopes)
         if not compat.dtype_name(slopes).startswith(("float", "bfloat", "int", "uint")):
             raise TypeError(f"slopes must be real numbers, got dtype {slopes.dtype}")
         _check_slope_shape(tuple(slopes.shape), batch, heads)
@@ -208,7 +216,10 @@ def _nested_shape(values: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _check_slope_shape(shape: tuple[int, ...], batch: int | None, heads: int) -> None:
-    if shape in ((), (heads,)) or (batch is not None and shape == (batch, heads)):
+    # Sizes are compared one by one: a compiler that takes them for symbols finds no tuple equal.
+    if not shape or (len(shape) == 1 and shape[0] == heads):
+        return
+    if batch is not None and len(shape) == 2 and shape[0] == batch and shape[1] == heads:
         return
     per_batch = "" if batch is None else f" or (B, H) = ({batch}, {heads})"
     raise ValueError(f"slopes must have shape (H,) = ({heads},){per_batch}, got {shape}")
@@ -252,6 +263,7 @@ def check_offset(name: str, offset: Any, kind: str, batch: int | None) -> Any:
                 f"{name} must be an int, {batch} ints or a {kind} array like q, got {given}: "
                 f"{name} = {compat.conversion(name, given, kind)}"
             )
+        check_is_array(name, offset)
         if not compat.dtype_name(offset).startswith(("int", "uint")):
             raise TypeError(f"{name} must be integers, got dtype {offset.dtype}")
         _check_offset_shape(name, tuple(offset.shape), batch)

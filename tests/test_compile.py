@@ -215,6 +215,25 @@ def test_dynamic_numbers_pass_the_checks(method):
     assert frames.frame_count <= 2
 
 
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"slopes": list(SLOPES)},
+        {"method": plsh.PositionalLSH(4, family=plsh.RandomBinning((3.0, 4.0, 5.0, 9.0)))},
+        {"method": plsh.RandomBinning((3.0, 4.0, 5.0, 9.0)).sample(5, 100)},
+        {"method": plsh.Window([3, 4, 5, 9])},
+        {"method": plsh.PositionalLSH(4, head_ids=(7, 5, 3, 1))},
+    ],
+    ids=str,
+)
+def test_numbers_for_each_head_pass_where_every_size_is_a_symbol(keywords):
+    run = torch.compile(
+        functools.partial(call, **keywords), fullgraph=True, dynamic=True, backend="eager"
+    )
+    for n in (33, 64):
+        torch.testing.assert_close(run(*tensors(n=n)), call(*tensors(n=n), **keywords))
+
+
 def test_decoding_step_recompiles_once():
     """A growing q_offset is an operand: it becomes symbolic, as lengths do."""
     frames = CompileCounter()

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -950,8 +951,19 @@ def test_subclass_of_a_tensor_is_a_tensor():
     assert isinstance(plsh.attention(*arrays, method="exact"), Named)
 
 
-def test_sparse_and_float8_tensors_are_refused():
+def test_sparse_nested_and_float8_tensors_are_refused():
     arrays = [torch.from_numpy(x) for x in qkv()]
+    with warnings.catch_warnings(action="ignore"):
+        nested = torch.nested.nested_tensor(list(arrays[0]))
+    refused = r"must be a dense tensor, got a nested one; .* segment_ids"
+    with pytest.raises(TypeError, match=f"q {refused}"):
+        plsh.attention(nested, *arrays[1:])
+    with pytest.raises(TypeError, match=f"segment_ids {refused}"):
+        plsh.attention(*arrays, segment_ids=nested)
+    for name in ("slopes", "q_offset"):
+        bad = torch.ones(2, dtype=torch.int32).to_sparse()
+        with pytest.raises(TypeError, match=rf"{name} must be a dense .*; pass {name}\.to_dense"):
+            plsh.attention(*arrays, **{"method": "exact", name: bad})
     with pytest.raises(TypeError, match=r"q must be a dense tensor, got layout torch\.sparse_coo"):
         plsh.attention(arrays[0].to_sparse(), *arrays[1:])
     with pytest.raises(TypeError, match="q, k, v must have one dtype, got float8_e4m3fn, float32"):

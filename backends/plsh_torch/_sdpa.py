@@ -81,6 +81,11 @@ def scaled_dot_product_attention(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}")
+        if x.is_nested:
+            raise TypeError(
+                f"{name} must be a dense tensor, got a nested one; pad it, and pass the padding as "
+                "segment_ids of plsh.attention"
+            )
         if x.ndim < 3:
             raise ValueError(f"{name} must have shape (..., H, L, E), got {tuple(x.shape)}")
     if query.shape[:-3] != key.shape[:-3] or key.shape[:-3] != value.shape[:-3]:
