@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import math
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -79,16 +81,42 @@ def test_slopes_survive_casts(cast, learn):
     assert attend(q, k, v).dtype == torch.float16
 
 
-@pytest.mark.parametrize("method", ["exact", plsh.Window(9)], ids=str)
-def test_slopes_written_or_swapped_are_those_used(method):
-    """In place, and by ``torch.func.functional_call``."""
+@pytest.mark.parametrize("method", ["exact", "window", "lsh", plsh.Window(9)], ids=str)
+def test_slopes_written_assigned_or_swapped_are_those_used(method):
+    """In place, as an attribute, and by ``torch.func.functional_call``."""
     tokens = tensors()
     want = ALiBiAttention(4, method=method, slopes=0.5)(*tokens)
     attend = ALiBiAttention(4, method=method)
+    before = attend(*tokens)
     swapped = {"slopes": torch.full((4,), 0.5)}
     same(torch.func.functional_call(attend, swapped, tuple(tokens)), want)
+    same(attend(*tokens), before)
     attend.slopes.fill_(0.5)
     same(attend(*tokens), want)
+    with torch.inference_mode():  # whose tensors count no changes
+        attend = ALiBiAttention(4, method=method)
+        attend.slopes.fill_(0.5)
+        same(attend(*tokens), want)
+    attend = ALiBiAttention(4, method=method)
+    attend.slopes = torch.full((4,), 0.5)
+    same(torch.compile(attend, fullgraph=True, backend="eager")(*tokens), want)
+
+
+@pytest.mark.parametrize("method", ["exact", "window", "lsh"])
+@pytest.mark.parametrize(
+    "bad", [torch.tensor([0.1, -1, 0, 0]), torch.full((4,), math.nan)], ids=str
+)
+def test_slopes_that_come_later_are_checked_too(method, bad):
+    attend = ALiBiAttention(4, method=method)
+    with pytest.raises(ValueError, match="slopes must be finite and >= 0"):
+        attend.slopes = bad
+    with pytest.raises(ValueError, match="slopes must be finite and >= 0"):
+        attend.load_state_dict({"slopes": bad})
+    with pytest.raises(ValueError, match=r"slopes must have shape \(H,\) = \(4,\), got \(3,\)"):
+        attend.slopes = torch.ones(3)
+    with pytest.raises(RuntimeError, match="size mismatch for slopes"):
+        attend.load_state_dict({"slopes": torch.ones(3)})
+    same(attend(*tensors()), ALiBiAttention(4, method=method)(*tensors()))
 
 
 def test_learned_slopes_get_gradients_in_half_precision_too():
@@ -174,17 +202,36 @@ def test_families_and_partition_sets_carry_their_widths():
         ({"slopes": [1.0]}, ValueError, r"slopes must have shape \(H,\) = \(4,\), got \(1,\)"),
         ({"slopes": -1.0}, ValueError, "slopes must be finite and >= 0"),
         ({"slopes": 1.0, "method": plsh.RandomBinning(3.0).sample(2, 9)}, ValueError, "carries"),
+        ({"slopes": torch.ones(4, device="meta")}, ValueError, "slopes must have values"),
+        ({"learn_slopes": 1, "method": "exact"}, TypeError, "learn_slopes must be True or False"),
         ({"method": "linear"}, TypeError, "method must be one of"),
+        ({"method": 3}, TypeError, "method must be"),
+        ({"method": plsh.Window([3, 4])}, ValueError, "width"),
+        ({"layout": "bnhd"}, ValueError, "layout must be"),
+        ({"scale": math.nan}, ValueError, "scale must be"),
+        ({"causal": 1}, TypeError, "causal must be"),
+        ({"seed": -1}, ValueError, r"seed must lie in \[0, 2\*\*64\), got -1"),
+        ({"layer": "a"}, TypeError, "layer must be an integer, got 'a'"),
+        ({"heads": 0}, ValueError, r"heads must lie in \[1, "),
     ],
 )
 def test_bad_settings_are_refused_by_name(keywords, error, message):
     with pytest.raises(error, match=message):
-        ALiBiAttention(4, **keywords)(*tensors())
+        ALiBiAttention(**{"heads": 4} | keywords)
+
+
+def test_the_largest_slopes_are_those_of_the_function():
+    tokens = tensors()
+    for method in ("exact", "window", "lsh"):
+        want = plsh.attention(*tokens, method=method, slopes=[1e300] * 4, causal=True)
+        torch.testing.assert_close(ALiBiAttention(4, method=method, slopes=1e300)(*tokens), want)
 
 
 def test_a_step_means_nothing_without_blocks():
     with pytest.raises(ValueError, match="step draws new blocks under lsh only"):
         ALiBiAttention(4)(*tensors(), step=1)
+    with pytest.raises(TypeError, match=r"step must be an integer, got 1\.5"):
+        ALiBiAttention(4, method="lsh")(*tensors(), step=1.5)
 
 
 # --- the function ---
@@ -225,6 +272,10 @@ def test_biases_are_those_of_a_dense_mask():
     torch.testing.assert_close(scaled_dot_product_attention(q, k, v, method="exact"), want)
 
 
+with warnings.catch_warnings(action="ignore"):
+    NESTED = torch.nested.nested_tensor([torch.ones(4, 9, 8)] * 2)
+
+
 @pytest.mark.parametrize(
     ("keywords", "error", "message"),
     [
@@ -233,6 +284,7 @@ def test_biases_are_those_of_a_dense_mask():
         ({"query": torch.ones(30, 8)}, ValueError, r"query must have shape \(..., H, L, E\)"),
         ({"key": torch.ones(3, 4, 30, 8)}, ValueError, "the same leading axes"),
         ({"key": [1.0]}, TypeError, "key must be a torch tensor, got list"),
+        ({"key": NESTED}, TypeError, "key must be a dense tensor, got a nested one; pad it"),
         ({"slopes": [0.1]}, ValueError, "slopes must have shape"),
     ],
 )

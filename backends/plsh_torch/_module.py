@@ -1,12 +1,13 @@
 """`ALiBiAttention`: attention with linear biases as a module, projections outside."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 import plsh
+from plsh import compat
 
 Self = TypeVar("Self", bound="ALiBiAttention")
 
@@ -41,7 +42,9 @@ class ALiBiAttention(torch.nn.Module):
     slopes : Tensor or None
         Buffer or parameter ``(H,)``, float32. Casts of the module (``half()``, ``to(dtype)``)
         leave it float32, its gradient and its moves between devices are as usual. Under lsh and
-        window by tol its values fix blocks and widths, and are read when they are given or loaded.
+        window by tol its values fix blocks and widths: new ones count from the next call on,
+        however they come, but values written in place into a module that is compiled only after
+        a call outside of the compiled one.
 
     Raises
     ------
@@ -77,6 +80,11 @@ class ALiBiAttention(torch.nn.Module):
         layout: str = "bhsd",
     ) -> None:
         super().__init__()
+        _check_integer("heads", heads, 1)
+        _check_integer("seed", seed)
+        _check_integer("layer", layer)
+        if not isinstance(learn_slopes, bool):
+            raise TypeError(f"learn_slopes must be True or False, got {learn_slopes!r}")
         self.heads, self.causal, self.scale, self.layout = heads, causal, scale, layout
         self.seed, self.layer = seed, layer
         known = {"exact": plsh.Exact, "window": plsh.Window, "lsh": plsh.PositionalLSH}
@@ -93,24 +101,47 @@ class ALiBiAttention(torch.nn.Module):
                 f"learn_slopes needs method='exact' or Window(width), got {self.method!r}: no "
                 "gradient flows through random blocks, and a width by tol needs known slopes"
             )
-        self._host: tuple[float, ...] | None = None
+        self._fixed = lsh or by_tol  # blocks and widths are made of known numbers
         if carries:
             self.register_buffer("slopes", None)
-            return
-        given = plsh.alibi_slopes(heads) if slopes is None else slopes
-        values = torch.as_tensor(given, dtype=torch.float32, device="cpu").detach().clone()
-        if values.ndim == 0:
-            values = values.expand(heads).clone()
-        if values.shape != (heads,):
-            raise ValueError(f"slopes must have shape (H,) = ({heads},), got {tuple(values.shape)}")
-        if not bool((torch.isfinite(values) & (values >= 0)).all()):
-            raise ValueError(f"slopes must be finite and >= 0, got {values.tolist()}")
-        if learn_slopes:
-            self.slopes = torch.nn.Parameter(values)
         else:
-            self.register_buffer("slopes", values)
-            if lsh or by_tol:  # what fixes widths and blocks must be known
-                self._host = tuple(values.tolist())
+            given = plsh.alibi_slopes(heads) if slopes is None else slopes
+            values = _float32(given, heads)
+            if learn_slopes:
+                self.slopes = torch.nn.Parameter(values)
+            else:
+                self.register_buffer("slopes", values)
+        self._read()
+        shape = (0, heads, 1) if layout == "bshd" else (heads, 0, 1)
+        nothing = torch.zeros(shape, dtype=torch.float32, device="cpu")
+        self.forward(nothing, nothing, nothing)  # raises for what it would refuse of any call
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; slopes are checked and read."""
+        if name == "slopes" and isinstance(value, Tensor):
+            _check_slopes(value, self.heads)
+        super().__setattr__(name, value)
+        if name == "slopes":
+            self._read()
+
+    def _read(self) -> None:
+        """Keep the slopes as numbers too, where these must be known, and of what tensor they are.
+
+        Reading them in each call would wait for a device, and can't be compiled.
+        """
+        held = self.slopes
+        self._numbers: tuple[float, ...] | None = None
+        self._read_of = _state(held)
+        if self._fixed and held is not None and not compat.is_traced(held):
+            self._numbers = tuple(held.tolist())
+
+    def _known_slopes(self) -> Any:
+        """Return the slopes as `plsh.attention` is to have them."""
+        if self._fixed and not torch.compiler.is_compiling():
+            held, version = self._read_of
+            if held is not self.slopes or version is None or version != _state(held)[1]:
+                self._read()
+        return self.slopes if self._numbers is None else self._numbers
 
     def forward(
         self,
@@ -141,8 +172,10 @@ class ALiBiAttention(torch.nn.Module):
         Tensor or AttentionOutput
             As of `plsh.attention`.
         """
-        method, slopes = self.method, self.slopes if self._host is None else self._host
+        method = self.method
         if isinstance(method, plsh.PositionalLSH):
+            if step is not None:
+                _check_integer("step", step)
             seed = (self.seed, self.layer) if step is None else (self.seed, self.layer, step)
             method = plsh.PositionalLSH(
                 method.samples,
@@ -158,7 +191,7 @@ class ALiBiAttention(torch.nn.Module):
             k,
             v,
             method=method,
-            slopes=slopes,
+            slopes=self._known_slopes(),
             causal=self.causal,
             scale=self.scale,
             segment_ids=segment_ids,
@@ -192,8 +225,44 @@ class ALiBiAttention(torch.nn.Module):
         if had_grad and grad is not None:
             self.slopes.grad = grad.to(device)
 
-    def _load_from_state_dict(self, *args: Any, **keywords: Any) -> None:
-        super()._load_from_state_dict(*args, **keywords)
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **keywords: Any
+    ) -> None:
+        given = state_dict.get(prefix + "slopes")
+        if isinstance(given, Tensor) and given.shape == (self.heads,):  # else torch says so
+            _check_slopes(given, self.heads)
+        super()._load_from_state_dict(state_dict, prefix, *args, **keywords)
         self._restore(self.slopes, None)  # assign=True takes whatever dtype comes
-        if self._host is not None and self.slopes is not None and not self.slopes.is_meta:
-            self._host = tuple(self.slopes.tolist())
+        self._read()
+
+
+def _check_integer(name: str, value: Any, least: int = 0) -> None:
+    number = compat.as_int(value)
+    if number is None:
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if number < least or number >= 2**64:
+        raise ValueError(f"{name} must lie in [{least}, 2**64), got {number}")
+
+
+def _float32(given: Any, heads: int) -> Tensor:
+    """Return slopes of any kind as a new tensor ``(H,)``, on the CPU wherever they were."""
+    if isinstance(given, Tensor) and given.is_meta:
+        raise ValueError("slopes must have values, got a tensor on the meta device")
+    values = torch.as_tensor(given, dtype=torch.float64, device="cpu").detach()
+    values = values.expand(heads) if values.ndim == 0 else values
+    _check_slopes(values, heads)
+    return values.clamp(max=torch.finfo(torch.float32).max).to(torch.float32, copy=True)
+
+
+def _check_slopes(slopes: Tensor, heads: int) -> None:
+    if slopes.shape != (heads,):
+        raise ValueError(f"slopes must have shape (H,) = ({heads},), got {tuple(slopes.shape)}")
+    if compat.is_traced(slopes):
+        return
+    if not bool((torch.isfinite(slopes) & (slopes >= 0)).all()):
+        raise ValueError(f"slopes must be finite and >= 0, got {slopes.tolist()}")
+
+
+def _state(x: Tensor | None) -> tuple[Tensor | None, int | None]:
+    """Return what tells whether a tensor is the same and unchanged; None: it keeps no count."""
+    return x, None if x is None or x.is_inference() else x._version
