@@ -104,6 +104,25 @@ def test_version_is_that_of_the_package(call):
     assert (got.status, got.out, got.err) == (0, f"plsh {plsh.__version__}\n", "")
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_closed_stream_is_written_to_in_vain(monkeypatch, capsys, qkv, tmp_path, stream):
+    target = tmp_path / "o.npz"
+    run = ("run", "--input", str(qkv), "--output", str(target))
+    calls = [(0, run), (0, (*run, "--progress")), (2, ("x",))]
+    if stream == "stdout":
+        calls.append((0, ("demo", "--generate", "1")))
+    for status, argv in calls:
+        with monkeypatch.context() as closed:
+            closed.setattr(sys, stream, None)  # as after 2>&-
+            assert main(argv) == status
+            assert getattr(sys, stream) is None
+        got = capsys.readouterr()
+        quiet = status == 0 and "--progress" not in argv
+        assert (got.out == "") == (stream == "stdout" or status == 2)
+        assert (got.err == "") == (stream == "stderr" or quiet)
+    assert target.is_file()
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example_that_parses(call, command):
     got = call(command, "--help")
@@ -589,6 +608,10 @@ def test_an_output_that_cannot_be_written_is_found_out_first(refused, qkv, tmp_p
     assert "is the input" in refused(*argv, tmp_path / "." / "x" / ".." / "qkv.npz")
     monkeypatch.setattr(archive.os, "access", lambda path, mode: False)  # root may write anywhere
     assert "is not writable" in refused(*argv, tmp_path / "o.npz")
+    monkeypatch.setattr(archive.os, "access", lambda path, mode: path != tmp_path / "o.npz")
+    (tmp_path / "o.npz").touch()
+    assert "o.npz exists and is not writable" in refused(*argv, tmp_path / "o.npz")
+    (tmp_path / "o.npz").unlink()
     assert os.listdir(tmp_path) == ["qkv.npz"]
 
 
@@ -957,6 +980,18 @@ def test_demo_continues_a_text(call, method):
     assert f"import os{expected.decode(errors='replace')}\n" in got.out
 
 
+def test_demo_continues_any_bytes(call):
+    argv = ("demo", "--generate", 4, "--temperature", 0, "--prompt", os.fsdecode(b"caf\xe9"))
+    cache = byte_model.Cache(byte_model.load(), "window")
+    expected = b"caf\xe9" + bytes(byte_model.generate(cache, b"caf\xe9", 4, temperature=0))
+    assert f"\n{expected.decode(errors='replace')}\n" in call(*argv).out
+
+
+def test_demo_says_which_backends_can_not_continue_a_text(refused, boxed):
+    line = refused("demo", "--generate", 3, "--backend", "boxed")
+    assert "--generate needs a --backend of NumPy arrays, got boxed" in line
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -970,6 +1005,9 @@ def test_demo_continues_a_text(call, method):
         (("--generate", 3, "--head-dim", 2), "--head-dim goes without --generate"),
         (("--generate", 3, "--backend", "numpy,reference"), "takes one --backend"),
         (("--generate", 3, "--prompt", ""), "--prompt must have a byte or more"),
+        (("--generate", 3, "--backend", "nope"), "no backend 'nope'"),
+        (("--backend", "numpy,numpy"), "must be different names with commas between them"),
+        (("--backend", ","), "must be different names with commas between them, got ','"),
     ],
 )
 def test_demo_refuses_what_would_have_no_effect(refused, argv, words):
@@ -1061,13 +1099,11 @@ def test_plan_error_bounds_are_those_of_theory(call):
     report, _ = plan_json(call, "--length", 4096, "--slopes", "0.1,0", "--delta", 0.05)
     bounds = report["bounds"]
     assert bounds["slopes"] == [0.1]  # slope 0 has no error
-    assert bounds["lsh_spectral_error_expected"] == [
-        plsh.theory.spectral_error_bound(4096, 16, 1 / 0.1)
-    ]
-    assert bounds["lsh_spectral_error_at_delta"] == [
-        plsh.theory.spectral_error_bound(4096, 16, 1 / 0.1, 0.05)
-    ]
-    assert bounds["lsh_block_size_at_delta"] == [plsh.theory.block_size_bound(1 / 0.1, 16, 0.05)]
+    sigma = 1 / float(np.float32(0.1))  # MTH-4
+    error = plsh.theory.spectral_error_bound
+    assert bounds["lsh_spectral_error_expected"] == [error(4096, 16, sigma)]
+    assert bounds["lsh_spectral_error_at_delta"] == [error(4096, 16, sigma, 0.05)]
+    assert bounds["lsh_block_size_at_delta"] == [plsh.theory.block_size_bound(sigma, 16, 0.05)]
 
 
 def test_plan_bounds_the_bias_matrices_that_are_used():
@@ -1125,6 +1161,17 @@ def test_plan_has_an_answer_for_extreme_slopes(call, slopes, length):
     assert all(max(row["bandwidth"]) < length for row in rows.values())
     assert report["slopes"] == [float(x) for x in slopes.split(",")]
     assert call("plan", "--length", length, "--slopes", slopes, "--no-calibrate").status == 0
+
+
+def test_plan_takes_for_0_what_lsh_takes_for_0(call):
+    """MTH-4: the blocks are those of the slope in float32."""
+    report, rows = plan_json(call, "--length", 100, "--slopes", "1e-300")
+    assert report["bounds"]["slopes"] == []
+    assert rows["lsh"]["bandwidth"] == [99]
+    assert (
+        "lsh     slope 0 has no error"
+        in call("plan", "--length", 100, "--slopes", "1e-300", "--no-calibrate").out
+    )
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,9 @@ def test_backend_conforms_in_full(name, arrays):
         (("numpy", "--device", "cuda:7"), "backend 'numpy' has the devices cpu, got 'cuda:7'"),
         (("numpy", "--only", "ATT-999"), "no requirement 'ATT-999'"),
         (("numpy", "--report", "out.txt"), "a report ends in .json or .md, got 'out.txt'"),
+        (("numpy", "--report", "no/x.json"), "--report no/x.json: there is no directory"),
+        (("--mutants", "no/x.md"), "--mutants no/x.md: there is no directory"),
+        (("--mutants", "."), "--mutants . exists and is not a regular file"),
         ((), "give the NAME of a backend"),
     ],
 )

@@ -8,7 +8,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from .. import __version__
@@ -64,10 +64,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     plsh ...
     0
     """
+    with _closed_streams_go_nowhere():
+        return _run(argv)
+
+
+@contextlib.contextmanager
+def _closed_streams_go_nowhere() -> Iterator[None]:
+    """Let what is for a stream that the caller closed go nowhere: Python has None in its place."""
+    if sys.stdout is not None and sys.stderr is not None:
+        yield
+        return
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        contextlib.redirect_stdout(sys.stdout or nowhere),
+        contextlib.redirect_stderr(sys.stderr or nowhere),
+    ):
+        yield
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    """Dispatch, and handle what no command can: a reader that left, a full disk, Ctrl-C."""
     try:
         status = _dispatch(argv)
-        if sys.stdout is not None:
-            sys.stdout.flush()  # here, where a reader that left can still be handled
+        sys.stdout.flush()  # here, where a reader that left can still be handled
         return status
     except BrokenPipeError:
         _discard_output()

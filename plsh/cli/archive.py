@@ -83,15 +83,9 @@ def _read_array(path: Path, archive: Any, name: str) -> NDArray:
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-def check_output(path: Path, source: Path) -> None:
-    """Find out early that an output can't be written."""
+def check_not_input(path: Path, source: Path) -> None:
+    """Refuse an output that is the input."""
     target = path.resolve()
-    if target.exists() and not target.is_file():
-        raise CliError(f"--output {path} exists and is not a regular file")
-    if not target.parent.is_dir():
-        raise CliError(f"--output {path}: there is no directory {target.parent}")
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise CliError(f"--output {path}: the directory {target.parent} is not writable")
     if target == source.resolve() or (
         target.exists() and source.exists() and target.samefile(source)
     ):

@@ -1,20 +1,17 @@
 """The picture of ``plsh bench``: time against length, by matplotlib, which only this needs."""
 
 import importlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..bench import Measurement
-from .common import CliError
+from .common import CliError, check_output
 
 
 def load(path: Path) -> Any:
     """Return matplotlib's pyplot without a display; refuse early what would fail at the end."""
-    directory = path.resolve().parent
-    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK) or path.is_dir():
-        raise CliError(f"--png {path} must be a file in a directory that can be written to")
+    check_output("--png", path)
     try:
         importlib.import_module("matplotlib").use("Agg")
         return importlib.import_module("matplotlib.pyplot")

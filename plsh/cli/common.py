@@ -3,8 +3,10 @@
 import argparse
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -133,6 +135,19 @@ def method_of(args: argparse.Namespace) -> Method:
 
 
 # --- output ---------------------------------------------------------------------------------------
+
+
+def check_output(option: str, path: Path) -> None:
+    """Find out early that a file can't be written."""
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        raise CliError(f"{option} {path} exists and is not a regular file")
+    if not target.parent.is_dir():
+        raise CliError(f"{option} {path}: there is no directory {target.parent}")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise CliError(f"{option} {path}: the directory {target.parent} is not writable")
+    if target.exists() and not os.access(target, os.W_OK):
+        raise CliError(f"{option} {path} exists and is not writable")
 
 
 def write(line: str = "") -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .common import CliError, progress, write
+from .common import CliError, check_output, progress, write
 from .common import add_command as add
 
 _EPILOG = """\
@@ -73,6 +73,9 @@ def conformance(args: argparse.Namespace) -> int:
     for path in args.report:
         if path.suffix not in (".json", ".md"):
             raise CliError(f"argument --report: a report ends in .json or .md, got {str(path)!r}")
+        check_output("--report", path)
+    if args.mutants is not None:
+        check_output("--mutants", args.mutants)
     runner = _load("runner")
     with contextlib.ExitStack() as stack:
         steps = _Steps(stack, args.name or "mutants")

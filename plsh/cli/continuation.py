@@ -1,12 +1,14 @@
 """``plsh demo --generate``: the byte model goes on with a text, with a trimmed KV cache."""
 
 import codecs
+import itertools
+import os
 import sys
 import time
 
 from ..byte_model import Cache, generate, load
 from ..methods import Exact, Method, PositionalLSH, Window
-from .common import CliError, describe, write
+from .common import Caller, CliError, describe, write
 
 METHODS = ("exact", "window", "lsh")
 PROMPT = "The for statement is used to iterate over the elements of a sequence"
@@ -20,6 +22,7 @@ def continue_text(
     Parameters
     ----------
     prompt : str
+        As from the command line: bytes that are no text are escaped as `os.fsdecode` does.
     count : int
         Bytes to draw.
     name : {"exact", "window", "lsh"}
@@ -36,15 +39,20 @@ def continue_text(
         "lsh": PositionalLSH(seed=seed),
     }
     method = methods[name]
-    cache = Cache(load(), method, backend=backend)
+    caller = Caller(backend)
+    if not caller.takes_numpy:
+        raise CliError(f"--generate needs a --backend of NumPy arrays, got {backend}")
     if not prompt:
         raise CliError("--prompt must have a byte or more, got none")
-    text = prompt.encode()
-    write(f"{describe(method)}, temperature {temperature:g}\n")
-    sys.stdout.write(text.decode(errors="replace"))
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text = os.fsencode(prompt)
+    cache = Cache(load(), method, backend=caller.name)
     begin = time.perf_counter()
-    for token in generate(cache, text, count, temperature, seed):
+    tokens = generate(cache, text, count, temperature, seed)
+    first = next(tokens)  # before anything is written: a backend may refuse
+    write(f"{describe(method)}, temperature {temperature:g}\n")
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    sys.stdout.write(decoder.decode(text))
+    for token in itertools.chain([first], tokens):
         sys.stdout.write(decoder.decode(bytes([token])))
         sys.stdout.flush()
     seconds = time.perf_counter() - begin

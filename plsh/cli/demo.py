@@ -102,7 +102,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument(
         "--backend",
-        type=lambda names: tuple(names.split(",")),
+        type=_backends,
         metavar="NAME[,NAME...]",
         help="default: the one for NumPy arrays; the model runs on each, the rest on the first",
     )
@@ -182,6 +182,15 @@ def _refuse(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
     for name in names:
         if getattr(args, name) is not None:
             raise CliError(f"--{name.replace('_', '-')} {why}")
+
+
+def _backends(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if "" in names or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(
+            f"must be different names with commas between them, got {text!r}"
+        )
+    return names
 
 
 def _temperature(text: str) -> float:

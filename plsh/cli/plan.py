@@ -10,7 +10,16 @@ import numpy as np
 
 from .. import theory
 from ..alibi import slopes_of
-from ..methods import DEFAULT_TOL, Exact, Method, PositionalLSH, Window, method_name, resolve
+from ..methods import (
+    DEFAULT_TOL,
+    Exact,
+    Method,
+    PositionalLSH,
+    Window,
+    decay_length,
+    method_name,
+    resolve,
+)
 from ..partition import MAX_POSITION
 from ..validation import check_slopes
 from ..weights import StepWeight
@@ -183,7 +192,7 @@ def _row(
     work: Callable[[int], float] = counted
     pairs: float
     if isinstance(weight, StepWeight):
-        sigmas = [1 / slope if slope else math.inf for slope in slopes]
+        sigmas = [decay_length(slope) for slope in slopes]
 
         def expected(length: int) -> float:
             return sum(
@@ -247,8 +256,8 @@ def _with_seconds(
 def _bounds(slopes: Sequence[float], args: argparse.Namespace) -> dict[str, Any]:
     """Return the error bounds of the bias matrix, a number per head; slope 0 has no error."""
     n, s = args.length, args.samples
-    decays = [slope for slope in slopes if slope > 0]
-    sigma = [1 / slope for slope in decays]
+    decays = [slope for slope in slopes if decay_length(slope) < math.inf]
+    sigma = [decay_length(slope) for slope in decays]
     mean = [theory.spectral_error_bound(n, s, x) for x in sigma]
     tail = [theory.spectral_error_bound(n, s, x, args.delta) for x in sigma]
     # ||L*||_2 for long sequences: the sum of exp(-|d| / sigma) over all integers d.

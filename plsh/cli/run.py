@@ -13,8 +13,18 @@ from .. import validation as rules
 from ..compat import swap_heads
 from ..methods import Method, Window, window_width
 from ..validation import LAYOUTS
-from .archive import check_output, read_arrays, write_arrays
-from .common import Caller, CliError, add_method, describe, integers, method_of, progress, write
+from .archive import check_not_input, read_arrays, write_arrays
+from .common import (
+    Caller,
+    CliError,
+    add_method,
+    check_output,
+    describe,
+    integers,
+    method_of,
+    progress,
+    write,
+)
 from .common import add_command as add
 
 NDArray = npt.NDArray[Any]
@@ -99,7 +109,8 @@ def run(args: argparse.Namespace) -> None:
     """Run the command."""
     method = method_of(args)
     caller = Caller(args.backend)
-    check_output(args.output, args.input)
+    check_output("--output", args.output)
+    check_not_input(args.output, args.input)
     inputs = _read(args)
     options = {"causal": args.causal, "scale": args.scale, "layout": args.layout}
     options["method"] = _with_one_band(method, inputs.slopes)
