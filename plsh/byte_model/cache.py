@@ -6,9 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from .. import compat
 from ..attention import attention
+from ..hashing import Seed, check_seed, fold_seed
 from ..methods import resolve
-from .model import BYTES, ByteModel, Float, of_layer
+from ..validation import check_flag
+from .model import BYTES, ByteModel, Float, as_bytes
 
 
 class Cache:
@@ -20,7 +23,7 @@ class Cache:
     ----------
     model : ByteModel
     method : str or method object
-        As for `plsh.attention`.
+        As for `ByteModel.attention`.
     trim : bool, default True
         False keeps all keys, to compare with.
     options
@@ -30,15 +33,21 @@ class Cache:
     ----------
     position : int
         Of the next token.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for `ByteModel.attention`; the positions of the tokens can't be chosen either.
     """
 
     def __init__(self, model: ByteModel, method: Any, trim: bool = True, **options: Any) -> None:
         self.model, self.options = model, options
-        self.methods = [of_layer(method, layer) for layer in range(model.layers)]
+        self._calls = model.calls(method, options, "q_offset", "k_offset")
         reach = [
-            max(resolve(m, None, model.slopes, model.heads).weight.bandwidths) for m in self.methods
+            max(resolve(call["method"], None, model.slopes, model.heads).weight.bandwidths)
+            for call in self._calls
         ]
-        self._reach = reach if trim else [None] * model.layers
+        self._reach = reach if check_flag("trim", trim) else [None] * model.layers
         self._keys: list[Any] = [None] * model.layers
         self._values: list[Any] = [None] * model.layers
         self.position = 0
@@ -58,9 +67,7 @@ class Cache:
             q,
             k,
             v,
-            method=self.methods[layer],
-            slopes=self.model.slopes,
-            causal=True,
+            **self._calls[layer],
             q_offset=self.position,
             k_offset=end - k.shape[2],
             **self.options,
@@ -83,7 +90,7 @@ class Cache:
 
 
 def generate(
-    cache: Cache, prompt: bytes, count: int, temperature: float = 0.8, seed: int = 0
+    cache: Cache, prompt: Any, count: int, temperature: float = 0.8, seed: Seed = 0
 ) -> Iterator[int]:
     """Continue a text, byte by byte.
 
@@ -91,24 +98,24 @@ def generate(
     ----------
     cache : Cache
         Empty, or of the text before the prompt.
-    prompt : bytes
-        At least one.
+    prompt : bytes or array_like of int, shape (n,)
+        At least one byte.
     count : int
-        Bytes to draw.
+        Bytes to draw, >= 0.
     temperature : float
-        0 takes the likeliest byte.
-    seed : int
-        Of the draws.
+        Finite and >= 0; 0 takes the likeliest byte.
+    seed : int or tuple of int
+        Of the draws, in ``[0, 2**64)``.
 
-    Yields
-    ------
-    int
+    Returns
+    -------
+    iterator of int
         The bytes that follow the prompt.
 
     Raises
     ------
-    ValueError
-        The prompt is empty, or the temperature below 0 or not finite.
+    TypeError, ValueError
+        An argument breaks a rule above; the message names it.
 
     Examples
     --------
@@ -116,17 +123,31 @@ def generate(
     >>> len(bytes(generate(Cache(load(), "window"), b"import ", 3)))
     3
     """
-    if not prompt:
+    tokens = as_bytes("prompt", prompt)
+    if not tokens.size:
         raise ValueError("prompt must have a byte or more, got none")
-    if not 0 <= temperature < math.inf:
+    steps = compat.as_int(count)
+    if steps is None:
+        raise TypeError(f"count must be an integer, got {count!r}")
+    if steps < 0:
+        raise ValueError(f"count must be >= 0, got {steps}")
+    heat = compat.as_python(temperature)
+    if isinstance(heat, bool) or not isinstance(heat, int | float):
+        raise TypeError(f"temperature must be a number, got {temperature!r}")
+    if not 0 <= heat < math.inf:
         raise ValueError(f"temperature must be a finite number >= 0, got {temperature!r}")
+    return _draws(cache, tokens, steps, heat, fold_seed(check_seed(seed)))
+
+
+def _draws(cache: Cache, prompt: Any, count: int, temperature: float, seed: int) -> Iterator[int]:
     draw = np.random.Generator(np.random.Philox(key=np.array([seed, 0], dtype=np.uint64)))
     logits = cache.logits(prompt)[-1]
     for left in range(count, 0, -1):
         if temperature == 0:
             token = int(np.argmax(logits))
         else:
-            scaled = (logits - logits.max()).astype(np.float64) / temperature
+            with np.errstate(over="ignore"):  # the coldest leave the likeliest alone
+                scaled = (logits - logits.max()).astype(np.float64) / temperature
             chance = np.exp(scaled)
             token = int(draw.choice(BYTES, p=chance / chance.sum()))
         yield token
