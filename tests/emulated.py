@@ -63,9 +63,9 @@ def results(q, k, v, method, grad_out, grad_lse=None, backend="numpy", **keyword
 # --- the host side, on stand-ins ------------------------------------------------------------------
 
 
-def put_stand_in(monkeypatch, folder):
+def put_stand_in(monkeypatch, folder, **device):
     """Put a fresh stand-in in CuPy's place, with caches of its own; return it."""
-    cupy = fake_cupy(BACKEND.emulator)
+    cupy = fake_cupy(BACKEND.emulator, **device)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
     monkeypatch.setenv("CUPY_CACHE_DIR", str(folder))

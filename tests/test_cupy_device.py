@@ -28,6 +28,7 @@ from emulated import (
     requests,
 )
 from plsh_cupy import _compile, _cuda, _tables
+from plsh_cupy._plan import Limits
 
 import plsh
 from plsh import testing
@@ -50,6 +51,13 @@ def everything(arrays, asked):
 
 def on(cupy, device=0):
     return [cupy.ndarray(x.copy(), device) for x in host_arrays()]
+
+
+@pytest.mark.parametrize("capability", [75, 80, 120])
+def test_limits_are_those_of_the_device(capability, monkeypatch, tmp_path):
+    """Tensor cores from compute capability 8.0 on."""
+    put_stand_in(monkeypatch, tmp_path, capability=capability)
+    assert _cuda.limits_of(1) == Limits(227 * 1024, 2**31 - 1, 114, tensor=capability >= 80)
 
 
 @pytest.mark.parametrize("name", list(requests()))
@@ -273,6 +281,7 @@ for function, count in signatures.items():
     assert len(told.split(",")) == count, function.__doc__
 assert "stream=None" in cupy.ndarray.set.__doc__
 assert cupy.cuda.runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin == 97
+assert cupy.cuda.runtime.cudaDevAttrMultiProcessorCount == 16
 assert all(hasattr(cupy.cuda.Function, x) for x in ("ptr", "module"))
 assert all(hasattr(cupy.cuda.ExternalStream, x) for x in ("is_capturing", "__enter__"))
 assert cupy.ndarray.__weakrefoffset__ > 0

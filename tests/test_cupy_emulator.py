@@ -16,15 +16,15 @@ from cuda_emulator import HERE, KERNELS, EmulatedBackend, Emulator, EmulatorFaul
 from emulated import BACKEND, results
 from laws import inputs
 from plsh_cupy._params import PARAMS
-from plsh_cupy._plan import THREADS, Instance, Launch
+from plsh_cupy._plan import Instance, Launch
 
 import plsh
+from plsh.compat import numpy_dtype
 
 # --- planted faults, one of a class ---------------------------------------------------------------
 
 PROBE = """
-#include <tile.cuh>
-#include <mma.cuh>
+#include <HEADER.cuh>
 extern "C" __global__ void plsh_probe(const Params p) {
     Arena arena;
     Shared<int> x = arena.take<int>(THREADS);
@@ -86,10 +86,10 @@ PLAIN = Instance("forward", "float32", False, 64, 64)
 class Probe:
     """A kernel with a body of one's own, on an emulator of its own."""
 
-    def __init__(self, folder, body, like=PLAIN, core_flags=None):
+    def __init__(self, folder, body, header="tile", like=PLAIN, core_flags=None):
         for path in KERNELS.iterdir():
             shutil.copy(path, folder)
-        (folder / "probe.cu").write_text(PROBE.replace("BODY", body))
+        (folder / "probe.cu").write_text(PROBE.replace("HEADER", header).replace("BODY", body))
         self.emulator, self.like = Emulator(folder, folder), like
         if core_flags is None:
             shutil.copy(BACKEND.emulator.compile_core(), folder)
@@ -107,7 +107,7 @@ class Probe:
             device.locate(x).fill(params, name, "nd")
         for name, x in integers.items():
             params[name] = x
-        launch = Launch(_Probe(self.like), 0, blocks, THREADS, shared_bytes, 1)
+        launch = Launch(_Probe(self.like), 0, blocks, self.like.threads, shared_bytes, 1)
         device.run(launch, params)
         return out.view(np.int32)
 
@@ -217,6 +217,17 @@ def scenarios(backend):
     large = v.copy()
     large[..., 0] = 3e38  # one lane's sums pass the range
     yield lambda: plsh.attention(q, k, large, method="exact", **call)
+    shape = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 40, "value_dim": 24}
+    q, k, v = (x.astype(numpy_dtype("bfloat16")) for x in inputs(193, **shape))
+    call = {"slopes": 0.01, "backend": backend}
+    for method in ("exact", plsh.PositionalLSH(40)):
+        yield lambda method=method: plsh.attention(
+            q, k, v, method=method, segment_ids=np.arange(193)[None] // 70, **call
+        )
+    yield lambda: plsh.attention(q, k, v, method="exact", causal=True, **call, **far)
+    huge = v.copy()
+    huge[..., 0] = 3e38
+    yield lambda: plsh.attention(q, k, huge, method="exact", **call)
 
 
 def run_all(calls):
@@ -235,7 +246,7 @@ def freely_skipped():
 def test_sites_were_found():
     files = [path for path in KERNELS.glob("*.cu*") if path.name != "mma.cuh"]
     assert len(SITES) == sum(len(re.findall(WAITS, path.read_text())) for path in files)
-    assert len(SITES) > 25
+    assert len(SITES) > 35
 
 
 def test_nothing_is_found_with_every_barrier(freely_skipped):
@@ -260,6 +271,7 @@ def test_without_this_barrier_a_fault_is_found(file, line, freely_skipped):
 COVER = """
 import sys
 import test_cupy_kernels as tests
+import test_cupy_tensor as tensor_tests
 import test_numpy_backend
 from cuda_emulator import EmulatedBackend, Emulator
 from emulated import put_in_place
@@ -269,10 +281,11 @@ with pytest.MonkeyPatch.context() as patch:
     backend = EmulatedBackend(emulator=emulator)
     patch.setattr(tests, "BACKEND", backend)
     put_in_place(patch, backend)
-    for case in tests.COVERING:
-        test_numpy_backend.check_band(case)
-    for law in tests.COVERING_LAWS:
-        law()
+    for module in (tests, tensor_tests):
+        for case in module.COVERING:
+            test_numpy_backend.check_band(case)
+        for law in module.COVERING_LAWS:
+            law()
 """
 
 

@@ -33,6 +33,7 @@ from plsh.weights import UNLIMITED, DecayWeight
 H100 = Limits(227 * 1024, 2**31 - 1)
 FORWARD = Instance("forward", "float32", False, 64, 64)
 ALL = instances(H100)
+EVERY_KERNEL = (*_plan.KERNELS, *_plan.TENSOR_KERNELS.values())
 ROOT = Path(__file__).parents[1]
 
 
@@ -77,13 +78,14 @@ def test_shared_memory_is_checked_before_a_launch():
 @pytest.mark.parametrize("kilobytes", [64, 99, 163, 227])
 def test_tiles_fit_the_device(kilobytes):
     """As large as they can be; 99 KiB (8.6, 8.9, 12.0) hold everything, 64 (7.5) all of float32."""
-    limits = Limits(kilobytes * 1024, 2**31 - 1)
+    limits = Limits(kilobytes * 1024, 2**31 - 1, tensor=kilobytes > 64)
     for instance in instances(limits):
         needed = instance.shared_bytes(instance.dim, instance.dim)
         if kilobytes > 64 or instance.dtype != "float64" or instance.dim == 64:
             assert needed <= limits.shared_bytes, instance
-        assert instance.rows in (16, 32, 64)
-    assert any(i.rows < j.rows for i, j in zip(instances(limits), ALL, strict=True)) == (
+        assert instance.rows in ((64, 128) if instance.tensor else (16, 32, 64))
+    most = [instance for instance in ALL if limits.tensor or not instance.tensor]
+    assert any(i.rows < j.rows for i, j in zip(instances(limits), most, strict=True)) == (
         kilobytes < 163
     )
 
@@ -115,12 +117,15 @@ def test_kernels_include_no_header_of_the_host():
     """U086, U087: nothing but the kernels' own headers, so that NVRTC needs no toolkit."""
     for path in KERNELS.iterdir():
         included = re.findall(r"#\s*include\s*(\S+)", path.read_text())
-        assert all(re.fullmatch(r"<(device|params|tile|band|weight)\.cuh>", x) for x in included)
+        assert all(
+            re.fullmatch(r"<(device|params|layout|tile|mma|tensor|band|weight|softmax)\.cuh>", x)
+            for x in included
+        )
     for instance in ALL:
         assert "#include" not in _source.source_of(instance)
 
 
-@pytest.mark.parametrize("kernel", _plan.KERNELS)
+@pytest.mark.parametrize("kernel", EVERY_KERNEL)
 def test_lines_of_the_source_point_into_its_files(kernel):
     """Each line of the one string is, by its #line, that line of a file."""
     files = {path.name: path.read_text().split("\n") for path in KERNELS.iterdir()}
@@ -139,7 +144,7 @@ def test_lines_of_the_source_point_into_its_files(kernel):
 
 
 def test_every_kernel_has_the_header_that_says_who_does_what():
-    for kernel in _plan.KERNELS:
+    for kernel in EVERY_KERNEL:
         head = (KERNELS / f"{kernel}.cu").read_text().split("#include")[0]
         for word in ("Grid", "Block", "Shared", "Reads", "Writes", "Spec"):
             assert f"// {word}" in head, (kernel, word)
@@ -709,6 +714,7 @@ FEW = [
     Instance("backward_queries", "float16", False, 64, 64),
     Instance("backward_keys", "float32", True, 64, 64),
     Instance("backward_slopes", "float64", False, 64, 64),
+    Instance("forward_tensor", "float16", True, 128, 64),
 ]
 
 

@@ -18,8 +18,11 @@ from emulated import BACKEND
 from planted import Mutant
 
 PACKAGE = Path(plsh_cupy.__file__).parent
-HOST, DEVICE, TORCH, KERNELS = (f"test_cupy_{x}" for x in ("host", "device", "torch", "kernels"))
-FRESH = ("plsh_cupy", "cuda_emulator", "emulated", HOST, DEVICE, TORCH, KERNELS)
+TESTS = tuple(
+    f"test_cupy_{x}" for x in ("host", "device", "torch", "kernels", "tensor", "emulator")
+)
+HOST, DEVICE, TORCH, KERNELS, TENSOR, _ = TESTS
+FRESH = ("plsh_cupy", "cuda_emulator", "emulated", *TESTS)
 """What is imported anew for each mutant."""
 
 RESULTS = "test_results_are_those_of_the_emulated_backend"
@@ -35,6 +38,8 @@ WARM = f"{DEVICE}.test_a_graph_is_recorded_warm_only_and_keeps_its_temporaries"
 TABLES = f"{DEVICE}.test_a_table_of_a_recorded_graph_stays"
 MISREAD = f"{HOST}.test_a_tensor_that_kernels_would_misread_is_refused"
 MISSING = f"{HOST}.test_what_is_missing_is_named_in_one_line"
+UNFIT = (f"{TENSOR}.test_what_does_not_fit_is_known",)
+SPLIT = (f"{TENSOR}.test_wide_bands_have_tall_tiles_and_go_first",)
 FAR = f"{KERNELS}.test_blocks_without_a_formula_need_tables_of_the_tokens_only"
 
 MUTANTS = [
@@ -54,6 +59,27 @@ MUTANTS = [
            f"{HOST}.test_the_bound_of_the_dims_is_the_least_that_holds_both"),
     Mutant("ids of 4 bytes", "_plan", "pieces += [8 * self.rows, 8 * COLUMNS]",
            "pieces += [4 * self.rows, 4 * COLUMNS]", f"{DEVICE}.{RESULTS}", DECAY),
+    # Tensor cores
+    Mutant("tensor cores of old devices", "_plan", "limits.tensor\n        and ", "True and ",
+           *UNFIT, {"why": "an old device"}),
+    Mutant("all devices taken for new ones", "_cuda", "tensor=capability >= 80", "tensor=True",
+           f"{DEVICE}.test_limits_are_those_of_the_device", {"capability": 75}),
+    Mutant("dims in part of a piece", "_plan", "dim % 8 == value_dim % 8 == 0",
+           "dim % 4 == value_dim % 8 == 0", *UNFIT, {"why": "D between pieces"}),
+    Mutant("rounded counts", "_plan", "samples <= _TENSOR_SAMPLES", "samples > 0", *UNFIT,
+           {"why": "many samples"}),
+    Mutant("dims taken together", "_plan", "x.strides[-1] == 2 and ", "", *UNFIT,
+           {"why": "dims apart"}),
+    Mutant("addresses between pieces", "_plan", "(x.address, *x.strides[:-1])", "x.strides[:-1]",
+           *UNFIT, {"why": "an address between pieces"}),
+    Mutant("tokens between pieces", "_plan", "(x.address, *x.strides[:-1])", "(x.address,)",
+           *UNFIT, {"why": "tokens between pieces"}),
+    Mutant("a scale rounded into q", "_plan", "2.0 ** (exponent - 1), 2 * fraction", "scale, 1.0",
+           f"{TENSOR}.test_the_scale_is_split_without_a_loss", {"scale": 0.3}),
+    Mutant("narrow bands with tall tiles", "_plan", "order[:wide]), (instance, order[wide:])",
+           "order), (instance, ())", *SPLIT, {"case": "some wide"}),
+    Mutant("tall tiles on few processors", "_plan", "-(-length // TALL) < limits.processors",
+           "-(-length // TALL) < 0", *SPLIT, {"case": "not one a processor"}),
     # Parameters
     Mutant("strides of 32 bits", "_params", "field[words[axis]] = stride",
            "field[words[axis]] = stride & 0x7FFFFFFF", f"{HOST}.test_strides_are_64_bit"),
@@ -62,13 +88,14 @@ MUTANTS = [
     Mutant("a kind of integers", "_params", '"int16": 2', '"int16": 4',
            f"{HOST}.test_kinds_mirror_their_declaration"),
     # A call
-    Mutant("large scales into q", "_call", "else (1.0, scale)", "else (scale, 1.0)",
+    Mutant("large scales into q", "_plan", "if abs(scale) > 1:\n        return 1.0, scale",
+           "if abs(scale) > 1:\n        return scale, 1.0",
            f"{KERNELS}.test_scales_that_leave_the_range_in_one_factor_only"),
     Mutant("every grid from the first block", "_call",
            'params["first_block"] = launch.first_block', 'params["first_block"] = 0',
            f"{KERNELS}.test_work_split_over_several_grids_is_the_same", {"method": "exact"}),
-    Mutant("heads left out of the order", "_call", "order = sorted(range(heads), key",
-           "order = sorted([0] * heads, key", f"{DEVICE}.{RESULTS}", DECAY),
+    Mutant("heads left out of the order", "_plan", "sorted(range(len(bandwidths)), key",
+           "sorted([0] * len(bandwidths), key", f"{DEVICE}.{RESULTS}", DECAY),
     Mutant("slopes of rows by head", "_call",
            'axes = "bh" if slopes and isinstance(slopes[0], tuple) else "h"',
            'axes = "hb" if slopes and isinstance(slopes[0], tuple) else "h"',

@@ -1,14 +1,16 @@
 """Faults of the CUDA kernels that their tests must find: each mutant is killed by a named test.
 
 A mutant is the kernels with one piece of their source replaced, compiled for the emulator, and put
-in the place of the registered NumPy backend; the named test of `test_cupy_kernels` is then called.
+in the place of the registered NumPy backend; the named test of `test_cupy_kernels`, or of
+`test_cupy_tensor`, is then called.
 """
 
 import shutil
 
 import pytest
 import test_cupy_kernels as tests
-from cuda_emulator import KERNELS, EmulatedBackend, Emulator
+import test_cupy_tensor as tensor_tests
+from cuda_emulator import KERNELS, EmulatedBackend, Emulator, EmulatorFault
 from emulated import BACKEND, CudaCall, put_in_place
 from planted import Mutant, call, controls
 
@@ -40,6 +42,21 @@ HIDDEN = {
     "name": "test_a_hidden_key_far_above_the_visible_ones_empties_no_row",
     "arguments": {"case": "future", "n": 77, "dtype": "float32"},
 }
+HALF = oracle("exact", (2, 1), (129, 129), (16, 8), 1, causal=True, dtype="float16")
+HALF_APART = oracle("exact", (2, 1), (65, 100), (8, 8), 1, dtype="float16")
+HALF_SEGMENTS = oracle("exact", (2, 1), (193, 193), (8, 8), 1, segments="one", dtype="float16")
+HALF_UNEVEN = oracle("exact", (2, 1), (65, 65), (24, 8), 1, dtype="float16")
+HALF_LSH = oracle("lsh", (2, 1), (193, 193), (8, 8), 1, flatter=16.0, dtype="float16")
+HALF_MANY = oracle("lsh", (2, 1), (193, 193), (8, 8), 1, flatter=32.0, samples=40, dtype="float16")
+TALL = (
+    "test_tall_tiles_equal_oracle",
+    oracle("lsh", (2, 1), (193, 193), (8, 8), 1, True, dtype="float16", flatter=32.0),
+)
+TALL_MANY = (
+    "test_tall_tiles_equal_oracle",
+    oracle("lsh", (2, 1), (130, 130), (8, 8), 1, dtype="float16", flatter=32.0, samples=40),
+)
+BRAIN = oracle("exact", (2, 1), (65, 65), (8, 8), 1, dtype="bfloat16")
 WILD = ("test_wild_offsets_on_the_device_do_no_harm", {"method": "lsh"})
 ODD = oracle("exact", (2, 1), (65, 100), (8, 8), 1)
 STRONG = oracle("exact", (2, 1), (65, 65), (3, 4), 2, scale=1.5)
@@ -63,7 +80,7 @@ MUTANTS = [
            "(int)((first + token) * x.token)", "test_strides_beyond_four_gigabytes_are_64_bit"),
     Mutant("last dims of a chunk lost", "tile.cuh", "d < CHUNK; d += 4", "d < CHUNK - 4; d += 4",
            ORACLE, BIG),
-    Mutant("half the lanes summed", "tile.cuh",
+    Mutant("half the lanes summed", "layout.cuh",
            "for (int step = LANES / 2; step > 0; step /= 2)\n        x +=",
            "for (int step = LANES / 4; step > 0; step /= 2)\n        x +=", ORACLE, EXACT),
     # band.cuh
@@ -94,7 +111,8 @@ MUTANTS = [
            "t < 0 ? band.own_at : band.own_at + ROWS - 1", "band.own_at", ORACLE, LSH),
     Mutant("bits of the other side kept", "weight.cuh", "side != held ||", "held == 0 ||",
            ORACLE, LSH),
-    Mutant("diagonal begins one late", "weight.cuh", "of_row <= column", "of_row < column",
+    Mutant("later blocks of the diagonal shared", "weight.cuh", "of_row == of_column",
+           "of_row >= of_column",
            ORACLE, LSH),
     Mutant("first word of samples only", "weight.cuh", "first < p.samples; first += WORD",
            "first < WORD; first += WORD", ORACLE, MANY),
@@ -106,18 +124,18 @@ MUTANTS = [
     Mutant("reach of one sample a thread", "weight.cuh", "low = other_low < low ? other_low : low;",
            "low = other_low < low ? low : low;", ORACLE, LSH),
     # forward.cu
-    Mutant("output not rescaled", "forward.cu", "out[m][slot] *= fade;", "out[m][slot] *= 1;",
+    Mutant("output not rescaled", "softmax.cuh", "out[m][slot] *= fade;", "out[m][slot] *= 1;",
            ORACLE, EXACT),
-    Mutant("sum not rescaled", "forward.cu", "total[m] * fade", "total[m]", ORACLE, EXACT),
-    Mutant("maximum of hidden pairs", "forward.cu", "const bool here = count[m][n] > 0;",
+    Mutant("sum not rescaled", "softmax.cuh", "total[m] * fade", "total[m]", ORACLE, EXACT),
+    Mutant("maximum of hidden pairs", "softmax.cuh", "const bool here = count[m][n] > 0;",
            "const bool here = count[m][n] >= 0;", LAW, HIDDEN),
     Mutant("hidden pairs weighed", "weight.cuh", "(Acc)(seen >> (N * m + n) & 1);",
            "(Acc)(seen >> (N * m + n) | 1);", ORACLE, EXACT),
-    Mutant("counts left out", "forward.cu", "* count[m][n] * norm[m]", "* norm[m]", ORACLE, LSH),
-    Mutant("mean left out of the lse", "forward.cu", " - weight.normaliser(p)", "", ORACLE, LSH),
+    Mutant("counts left out", "softmax.cuh", "* count[m][n] * norm[m]", "* norm[m]", ORACLE, LSH),
+    Mutant("mean left out of the lse", "softmax.cuh", " - weight.normaliser(p)", "", ORACLE, LSH),
     Mutant("sums past the range kept", "forward.cu", "round == 1 ||", "round >= 0 ||",
            "test_sums_past_the_range_of_values_within_it", {"method": "exact", "dtype": "float32"}),
-    Mutant("scale above 1 forgotten", "forward.cu", "x[m][n] * (Acc)p.after", "x[m][n]",
+    Mutant("scale above 1 forgotten", "softmax.cuh", "x[m][n] * scale", "x[m][n]",
            "test_scales_that_leave_the_range_in_one_factor_only"),
     Mutant("wrong key head", "forward.cu", "place.h / (p.heads / p.kv_heads)",
            "place.h % p.kv_heads", ORACLE, FULL),
@@ -159,9 +177,9 @@ MUTANTS = [
            LSH),
     Mutant("positions beyond a table read", "weight.cuh",
            "low < p.label_count ? low : p.label_count - 1", "low", ORACLE, TABLE),
-    Mutant("fade by the new maximum", "forward.cu", "power_of_two((top[m] - shift)",
+    Mutant("fade by the new maximum", "softmax.cuh", "power_of_two((top[m] - shift)",
            "power_of_two((most - shift)", ORACLE, EXACT),
-    Mutant("lse of rows past the end", "forward.cu", "lane() == 0 && i < p.len_q", "lane() == 0",
+    Mutant("lse of rows past the end", "softmax.cuh", "lane() == 0 && i < p.len_q", "lane() == 0",
            ORACLE, EXACT),
     Mutant("dims past the end written", "tile.cuh", "if (d < dim) write",
            "if (d <= dim) write", ORACLE, BIG),
@@ -196,6 +214,48 @@ MUTANTS = [
            {"dtype": "float16"}),
     Mutant("sign of the gradient by slopes", "backward_slopes.cu", "write<float>(to, (float)-sum)",
            "write<float>(to, (float)sum)", ORACLE, SHARED),
+    # tensor cores
+    Mutant("keys past the end copied", "forward_tensor.cu", "first + i < p.len_k",
+           "first + i <= p.len_k", ORACLE, HALF),
+    Mutant("keys before the first copied", "forward_tensor.cu", "first + i >= 0 && ", "", ORACLE,
+           HALF_APART),
+    Mutant("values of padding copied", "forward_tensor.cu",
+           "other_ids[i] >= 0", "first + i >= 0 && first + i < p.len_k",
+           "test_what_stands_in_padding_reaches_nothing", {"method": "exact", "dtype": "float16"}),
+    Mutant("one tile of keys twice", "forward_tensor.cu",
+           "copy_keys(t + 1);\n            weight", "copy_keys(t);\n            weight", ORACLE,
+           HALF),
+    Mutant("keys after a hidden tile not copied", "forward_tensor.cu",
+           "if (t + 1 < band.end) copy_keys(t + 1);\n                    continue;", "continue;",
+           ORACLE, HALF_SEGMENTS),
+    Mutant("values of the last tile not waited for", "forward_tensor.cu",
+           "wait_copies(t + 1 < band.end)", "wait_copies(1)", ORACLE, HALF),
+    Mutant("queries not scaled", "tensor.cuh", "if (factor == 1) return;",
+           "if (factor < 2) return;", ORACLE, BRAIN),
+    Mutant("dims of a step left as they are", "tensor.cuh",
+           "(dim + STEP - 1) / STEP * STEP", "dim", ORACLE, HALF_UNEVEN),
+    Mutant("dims in place of tokens", "tensor.cuh", "load_transposed<Float>(b,",
+           "load_matrices<Float>(b,", ORACLE, HALF),
+    Mutant("rows of a warp twice", "tensor.cuh", "threadIdx.x / 32 * 16 + l % 16",
+           "threadIdx.x / 32 * 16 + l % 8", ORACLE, HALF),
+    Mutant("second bit of two lost", "tensor.cuh", "two << 15", "two << 14", ORACLE, HALF_LSH),
+    Mutant("samples beyond the first 16 lost", "tensor.cuh", "at < bits + 2 * lane()", "at < STEP",
+           ORACLE, HALF_MANY),
+    Mutant("a pair of dims past the end", "tensor.cuh", "if (dim_of(slot) < dim)",
+           "if (dim_of(slot) <= dim)", ORACLE, HALF),
+    Mutant("pairs left unrounded to the wrong row", "tensor.cuh",
+           "pack<Float>(pairs[1][n], pairs[1][n + 1])", "pack<Float>(pairs[0][n], pairs[0][n + 1])",
+           ORACLE, HALF),
+    # tall tiles
+    Mutant("one tile of the diagonal", "band.cuh", "t < DIAGONALS", "t < 1", *TALL),
+    Mutant("labels of the first tile twice", "weight.cuh", "(int)t * COLUMNS +", "(int)t * 0 +",
+           *TALL),
+    Mutant("labels of the last samples kept", "weight.cuh", "!labelled || p.samples > LABELS",
+           "!labelled", *TALL_MANY),
+    Mutant("labels of another head", "weight.cuh", "labelled = false", "labelled = head > 0",
+           ORACLE, LSH, EmulatorFault),
+    Mutant("half of the queries copied", "forward_tensor.cu", "copy_tile<ROWS>", "copy_tile", *TALL,
+           EmulatorFault),
 ]  # fmt: skip
 
 
@@ -231,8 +291,17 @@ QUICK = {
     "one head of a group",
     "dead queries read",
     "slopes of one batch row",
+    "keys after a hidden tile not copied",
+    "values of the last tile not waited for",
+    "samples beyond the first 16 lost",
+    "one tile of the diagonal",
 }
 """Mutants of every run; the others are slow."""
+
+
+def test_of(mutant):
+    """Return the named test, of the kernels or, if they have none of that name, of tensor cores."""
+    return getattr(tests, mutant.test, None) or getattr(tensor_tests, mutant.test)
 
 
 def marked(mutants):
@@ -256,7 +325,7 @@ def test_mutant_is_killed(mutant, monkeypatch, tmp_path):
     monkeypatch.setattr(tests, "BACKEND", backend)
     put_in_place(monkeypatch, backend)
     with pytest.raises(mutant.error):
-        call(getattr(tests, mutant.test), mutant.arguments, monkeypatch)
+        call(test_of(mutant), mutant.arguments, monkeypatch)
 
 
 @pytest.mark.slow  # the tests themselves run in their own file
@@ -264,4 +333,4 @@ def test_mutant_is_killed(mutant, monkeypatch, tmp_path):
 def test_the_kernels_as_they_are_survive(control, monkeypatch):
     """So that it is the fault that is found."""
     put_in_place(monkeypatch)
-    call(getattr(tests, control.test), control.arguments, monkeypatch)
+    call(test_of(control), control.arguments, monkeypatch)

@@ -1,5 +1,6 @@
 """A request turned into launches: parameters, tables, temporaries and results."""
 
+import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -13,7 +14,7 @@ from plsh.weights import DecayWeight, StepWeight, TableWeight
 from ._axis import MOST, Axis
 from ._device import Device
 from ._params import KINDS, PARAMS
-from ._plan import Instance, instance_for, launches
+from ._plan import Instance, fit_tensor_cores, instance_for, launches, scale_parts, split_heads
 from ._tables import TABLES
 
 __all__ = ["attend", "vjp"]
@@ -77,10 +78,16 @@ class _Call:
         self.params: npt.NDArray[Any] = np.zeros((), PARAMS)
         self._alive: list[Array] = []
         self._temporaries: list[Array] = []
-        scale = static.scale
-        # A factor above 1 goes onto the products, one below into q, so that neither leaves the
-        # range of the numbers before their product does.
-        factor, after = (scale, 1.0) if abs(scale) <= 1 else (1.0, scale)
+        samples = getattr(static.weight, "samples", 1)
+        self.tensor = fit_tensor_cores(
+            static.dtype,
+            static.head_dim,
+            static.value_dim,
+            samples,
+            device.limits,
+            [device.locate(x) for x in (q, k, v)],
+        )
+        factor, after = scale_parts(static.scale, static.dtype, self.tensor)
         numbers = {
             "batch": q.shape[0],
             "heads": static.heads,
@@ -89,8 +96,8 @@ class _Call:
             "len_k": k.shape[2],
             "dim": static.head_dim,
             "value_dim": static.value_dim,
-            "samples": getattr(static.weight, "samples", 1),
-            "scale": scale,
+            "samples": samples,
+            "scale": static.scale,
             "factor": factor,
             "after": after,
             "causal": static.causal,
@@ -224,7 +231,9 @@ class _Call:
         static = self.request.static
         step = not isinstance(static.weight, DecayWeight)
         dims = (static.head_dim, static.value_dim)
-        return instance_for(kernel, static.dtype, step, *dims, self.device.limits)
+        return instance_for(
+            kernel, static.dtype, step, *dims, self.device.limits, tensor=self.tensor
+        )
 
     def launch(self, kernel: str) -> None:
         """Launch a kernel over all that it owns."""
@@ -240,21 +249,25 @@ class _Call:
         if kernel == "backward_slopes":  # it sums over batch rows unless slopes are per row
             rows = batch if params["grad_slopes"]["batch"] else 1
             params["tiles"] = -(-length // self.instance("backward_queries").rows)
-        order = sorted(range(heads), key=lambda h: -bandwidths[h])  # the longest work first
-        self._table("order", tuple(order), lambda: np.array(order, dtype=np.int32), "h")
-        for launch in launches(
-            self.instance(kernel),
-            batch=rows,
-            heads=heads,
-            length=length,
-            dim=int(params["dim"]),
-            value_dim=int(params["value_dim"]),
-            limits=self.device.limits,
+        limits = self.device.limits
+        instance = self.instance(kernel)
+        for part, order in split_heads(
+            instance, bandwidths, batch=rows, length=length, limits=limits
         ):
-            params["first_block"] = launch.first_block
-            if kernel != "backward_slopes":
-                params["tiles"] = launch.tiles
-            self.device.run(launch, params)
+            self._table("order", order, functools.partial(np.array, order, dtype=np.int32), "h")
+            for launch in launches(
+                part,
+                batch=rows,
+                heads=len(order),
+                length=length,
+                dim=int(params["dim"]),
+                value_dim=int(params["value_dim"]),
+                limits=limits,
+            ):
+                params["first_block"] = launch.first_block
+                if kernel != "backward_slopes":
+                    params["tiles"] = launch.tiles
+                self.device.run(launch, params)
 
     def temporary(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Allocate what only the kernels of this call see."""

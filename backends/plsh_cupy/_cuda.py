@@ -108,7 +108,9 @@ def limits_of(device: int) -> Limits:
 
     runtime = cupy.cuda.runtime
     shared = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device)
-    return Limits(int(shared), _GRID)
+    processors = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device)
+    capability = int(cupy.cuda.Device(device).compute_capability)
+    return Limits(int(shared), _GRID, int(processors), tensor=capability >= 80)
 
 
 class _CudaDevice:

@@ -143,7 +143,8 @@ def fake_cupy(emulator, devices=2, capability=90):
         driver=types.SimpleNamespace(launchKernel=launch, funcSetAttribute=attribute),
         runtime=types.SimpleNamespace(
             cudaDevAttrMaxSharedMemoryPerBlockOptin=97,
-            deviceGetAttribute=lambda which, device: 227 * 1024,
+            cudaDevAttrMultiProcessorCount=16,
+            deviceGetAttribute=lambda which, device: {97: 227 * 1024, 16: 114}[which],
         ),
         nvrtc=types.SimpleNamespace(
             NVRTCError=NVRTCError,

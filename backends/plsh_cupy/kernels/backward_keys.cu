@@ -9,6 +9,7 @@
 // Reads   k and v of its rows; q, grad_out, lse, delta and segment ids in its band.
 // Writes  grad_k and grad_v of its rows, which no other block writes.
 // Spec    NUM-8, NUM-10, NUM-11, ATT-21.
+#include <tile.cuh>
 #include <weight.cuh>
 
 constexpr double LOG2E = 1.4426950408889634;

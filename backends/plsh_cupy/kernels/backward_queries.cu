@@ -9,6 +9,7 @@
 // Reads   q, out, lse, grad_out and grad_lse of its rows; k, v and segment ids in its band.
 // Writes  grad_q and delta of its rows and its own entry of by_slope: no other block does.
 // Spec    NUM-8 to NUM-10, ATT-21.
+#include <tile.cuh>
 #include <weight.cuh>
 
 constexpr double LOG2E = 1.4426950408889634;

@@ -1,12 +1,13 @@
 // The band of one owned tile: which tiles of the other side it visits, and which pairs count.
 //
 // The visited tiles lie on the owned tile's own grid: tile t holds the COLUMNS positions from
-// own_at + COLUMNS * t on, so that tile 0, the diagonal, covers the owned positions, and every
-// other tile lies wholly before or after them. Spec: ATT-12, ATT-14, ATT-19, MEM-3.
+// own_at + COLUMNS * t on, so that the first DIAGONALS from tile 0 on, the diagonal, cover the owned
+// positions, and every other tile lies wholly before or after them. Spec: ATT-12, ATT-14, ATT-19,
+// MEM-3.
 #ifndef PLSH_BAND_CUH
 #define PLSH_BAND_CUH
 
-#include <tile.cuh>
+#include <layout.cuh>
 
 // What a block owns: a tile of tokens of one head in one batch row.
 struct Place {
@@ -57,11 +58,14 @@ struct Band {
     // Own position less other position, of row 0 and column 0 of tile t.
     __device__ int apart(int64 t) const { return -(int)(COLUMNS * t); }
 
+    // Whether tile t holds owned positions.
+    __device__ bool diagonal(int64 t) const { return t >= 0 && t < DIAGONALS; }
+
     // Whether every pair of tile t is visible, by position alone, to owned tokens that exist.
     __device__ bool whole(int64 t, int64 bandwidth) const {
         const int64 before = ROWS - 1 - COLUMNS * t, after = COLUMNS * (t + 1) - 1;
         const int64 first = other_first(t), farthest = before > after ? before : after;
-        return !segmented && !(causal && t == 0) && first >= 0 &&
+        return !segmented && !(causal && diagonal(t)) && first >= 0 &&
                first + COLUMNS <= other_length && farthest <= bandwidth;
     }
 

@@ -9,9 +9,8 @@
 // Reads   q of its rows; k, v and segment ids in its band; slopes or blocks.
 // Writes  out and lse of its rows, which no other block writes.
 // Spec    ATT-1, ATT-7, ATT-20, ATT-21, NUM-1 to NUM-6.
-#include <weight.cuh>
-
-constexpr double LOG2E = 1.4426950408889634;
+#include <tile.cuh>
+#include <softmax.cuh>
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) plsh_forward(const Params p) {
     Arena arena;
@@ -32,21 +31,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) plsh_forward(const Para
               (Acc)p.factor);
     weight.begin(p, place.b, place.h, band);
 
-    Acc out[M][SLOTS], top[M], total[M], norm[M];
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-        top[m] = -infinity(Acc());
-        norm[m] = 1;
-    }
-    // Sums of weights times values may pass the range where their mean does not: then the block
-    // goes round again, with the weights normalised first.
+    Acc out[M][SLOTS];
+    Softmax softmax;
     for (int round = 0;; ++round) {
-#pragma unroll
-        for (int m = 0; m < M; ++m) {
-            total[m] = 0;
-#pragma unroll
-            for (int slot = 0; slot < SLOTS; ++slot) out[m][slot] = 0;
-        }
+        softmax.begin(out);
         for (int64 t = band.begin; t < band.end; ++t) {
             const int64 first = band.other_first(t);
             load_ids(other_ids, p.k_ids, p.k_ids_kind, place.b, first, p.len_k, COLUMNS);
@@ -67,31 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) plsh_forward(const Para
             }
             Acc count[M][N];
             weight.weigh(count, p, band, t, seen);
-#pragma unroll
-            for (int m = 0; m < M; ++m) {
-                Acc most = top[m];
-#pragma unroll
-                for (int n = 0; n < N; ++n) {
-                    const int d = band.apart(t) + row_of(m) - column_of(n);
-                    const bool here = count[m][n] > 0;
-                    x[m][n] = here ? x[m][n] * (Acc)p.after + weight.bias(d < 0 ? -d : d)
-                                   : -infinity(Acc());
-                    most = x[m][n] > most ? x[m][n] : most;
-                }
-                most = max_lanes(most);
-                const Acc shift = most == -infinity(Acc()) ? 0 : most;
-                const Acc fade = power_of_two((top[m] - shift) * (Acc)LOG2E);
-                top[m] = most;
-                Acc part = 0;
-#pragma unroll
-                for (int slot = 0; slot < SLOTS; ++slot) out[m][slot] *= fade;
-#pragma unroll
-                for (int n = 0; n < N; ++n) {
-                    x[m][n] = power_of_two((x[m][n] - shift) * (Acc)LOG2E) * count[m][n] * norm[m];
-                    part += x[m][n];
-                }
-                total[m] = total[m] * fade + part;
-            }
+            softmax.absorb(x, count, out, weight, band, t, (Acc)p.after);
             store_pairs(pairs, x);
             const char* values = p.v.at(place.b, kv, 0);
 #pragma unroll
@@ -104,27 +68,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) plsh_forward(const Para
                 add_product(out, chunk, pairs, visited);
             }
         }
-        Acc residue = 0;  // of numbers less themselves: 0, or NaN for one that is not finite
-#pragma unroll
-        for (int m = 0; m < M; ++m) {
-            const Acc sum = sum_lanes(total[m]);
-            const int64 i = band.own_first + row_of(m);
-            if (round == 0) {
-                if (lane() == 0 && i < p.len_q)
-                    write<Acc>(p.lse.at(place.b, place.h, i),
-                               sum == 0 ? -infinity(Acc())
-                                        : top[m] + (logarithm(sum) - weight.normaliser(p)));
-                norm[m] = sum == 0 ? 0 : 1 / sum;
-            } else {
-                norm[m] = 1;
-            }
-#pragma unroll
-            for (int slot = 0; slot < SLOTS; ++slot) {
-                const Acc y = out[m][slot] * norm[m];
-                residue += y - y;
-            }
-        }
-        if (round == 1 || !__syncthreads_or(residue != 0)) break;
+        const bool again = softmax.end(out, weight, p, place, band, round);
+        if (round == 1 || !__syncthreads_or(again)) break;
     }
-    store_rows(out, p.out, place.b, place.h, band.own_first, p.len_q, p.value_dim, norm);
+    store_rows(out, p.out, place.b, place.h, band.own_first, p.len_q, p.value_dim, softmax.norm);
 }

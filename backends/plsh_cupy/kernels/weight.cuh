@@ -2,8 +2,10 @@
 // is 0 for a pair that is hidden, for whatever reason.
 //
 // PLSH_STEP 0: exp(-slope * distance) within a bandwidth. PLSH_STEP 1: the number of partitions in
-// which a pair shares a block, whose logarithm less ln(samples) is the weight of the lse. Spec:
-// BCK-13, NUM-2, NUM-3, NUM-6.
+// which a pair shares a block, whose logarithm less ln(samples) is the weight of the lse. The
+// header of products, included before this one, has add_shared, which counts.
+//
+// Spec: BCK-13, NUM-2, NUM-3, NUM-6.
 #ifndef PLSH_WEIGHT_CUH
 #define PLSH_WEIGHT_CUH
 
@@ -46,6 +48,7 @@ struct Bounds {
 
 constexpr int WORD = 32;  // samples whose bits share a word
 constexpr int LABELS = 16;  // samples of the diagonal whose labels are held at a time
+constexpr int SPAN = DIAGONALS * COLUMNS;  // positions of the diagonal
 
 __device__ inline Bounds bounds_of(const Params& p, int64 h, int64 r, int64 position) {
     const int64 most = 1LL << 30, at = position > 0 ? position : 0;  // padding counts as 0
@@ -82,11 +85,12 @@ struct Weight {
     Shared<unsigned> own_bits, other_bits;
     int64 h;
     int held;  // the side whose pivot own_bits are of: -1, 1, or 0 for none
+    bool labelled;  // whether labels are those of this head's diagonal
 
     __device__ Weight(Arena& arena) {
         begins = arena.take<int>(WORD);
         ends = arena.take<int>(WORD);
-        labels = arena.take<int>(LABELS * COLUMNS);
+        labels = arena.take<int>(LABELS * SPAN);
         limits = arena.take<int>(2 * THREADS / 32);
         own_bits = arena.take<unsigned>(ROWS);
         other_bits = arena.take<unsigned>(COLUMNS);
@@ -97,6 +101,7 @@ struct Weight {
     __device__ void begin(const Params& p, int64, int64 head, Band& band) {
         h = head;
         held = 0;
+        labelled = false;
         int low = 1 << 30, high = 0;
         for (int r = threadIdx.x; r < p.samples; r += THREADS) {
             const Bounds first = bounds_of(p, h, r, band.own_at);
@@ -129,16 +134,16 @@ struct Weight {
 
     __device__ void weigh(Acc (&weight)[M][N], const Params& p, const Band& band, int64 t,
                           unsigned seen) {
-        int count[M][N] = {};
-        if (t == 0)
-            count_diagonal(count, p, band);
+        Count count[M][N] = {};
+        if (band.diagonal(t))
+            count_diagonal(count, p, band, t);
         else
             count_by_pivot(count, p, band, t);
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
             for (int n = 0; n < N; ++n)
-                weight[m][n] = (Acc)(count[m][n] * (int)(seen >> (N * m + n) & 1));
+                weight[m][n] = (Acc)(count[m][n] * (Count)(seen >> (N * m + n) & 1));
     }
 
     __device__ Acc normaliser(const Params& p) const { return logarithm((Acc)p.samples); }
@@ -146,7 +151,7 @@ struct Weight {
   private:
     // The pivot lemma: with a position between them, two tokens share a block if and only if both
     // share it with the pivot, the owned position nearest to the tile. A bit a sample and token.
-    __device__ void count_by_pivot(int (&count)[M][N], const Params& p, const Band& band,
+    __device__ void count_by_pivot(Count (&count)[M][N], const Params& p, const Band& band,
                                    int64 t) {
         const int side = t < 0 ? -1 : 1;
         const int64 pivot = t < 0 ? band.own_at : band.own_at + ROWS - 1;
@@ -168,15 +173,8 @@ struct Weight {
             if (threadIdx.x < COLUMNS)
                 other_bits[threadIdx.x] = bits_of(band.own_at + COLUMNS * t + threadIdx.x);
             __syncthreads();
-            unsigned other[N];
-#pragma unroll
-            for (int n = 0; n < N; ++n) other[n] = other_bits[column_of(n)];
-#pragma unroll
-            for (int m = 0; m < M; ++m) {
-                const unsigned own = own_bits[row_of(m)];
-#pragma unroll
-                for (int n = 0; n < N; ++n) count[m][n] += count_bits(own & other[n]);
-            }
+            const int64 here = p.samples - first;
+            add_shared(count, own_bits, other_bits, (int)(here < WORD ? here : WORD));
         }
         held = side;
     }
@@ -190,35 +188,37 @@ struct Weight {
         return bits;
     }
 
-    // No one pivot lies between the pairs of the diagonal: the block of the later token begins at
-    // or before the earlier one, or it does not. Begins are held relative to the owned tile; that
-    // of the first block of all, which takes in positions below 0, lies before every token.
-    __device__ void count_diagonal(int (&count)[M][N], const Params& p, const Band& band) {
+    // No one pivot lies between the pairs of the diagonal: their blocks begin at the same place, or
+    // they do not. Begins are held relative to the owned tile, as one where they lie before it.
+    __device__ void count_diagonal(Count (&count)[M][N], const Params& p, const Band& band,
+                                   int64 t) {
+        const bool fresh = !labelled || p.samples > LABELS;
         for (int64 first = 0; first < p.samples; first += LABELS) {
             const int here = (int)(p.samples - first < LABELS ? p.samples - first : LABELS);
             if (first > 0) __syncthreads();
-            for (int e = threadIdx.x; e < here * COLUMNS; e += THREADS) {
-                const int64 begin =
-                    bounds_of(p, h, first + e / COLUMNS, band.own_at + e % COLUMNS).begin;
-                labels[e] = begin > 0 && begin > band.own_at ? (int)(begin - band.own_at) : -1;
+            if (fresh) {
+                for (int e = threadIdx.x; e < here * SPAN; e += THREADS) {
+                    const int64 begin =
+                        bounds_of(p, h, first + e / SPAN, band.own_at + e % SPAN).begin;
+                    labels[e] = begin > 0 && begin > band.own_at ? (int)(begin - band.own_at) : -1;
+                }
+                __syncthreads();
             }
-            __syncthreads();
 #pragma unroll 1
             for (int r = 0; r < here; ++r) {
                 int of_column[N];
 #pragma unroll
-                for (int n = 0; n < N; ++n) of_column[n] = labels[r * COLUMNS + column_of(n)];
+                for (int n = 0; n < N; ++n)
+                    of_column[n] = labels[r * SPAN + (int)t * COLUMNS + column_of(n)];
 #pragma unroll
                 for (int m = 0; m < M; ++m) {
-                    const int row = row_of(m), of_row = labels[r * COLUMNS + row];
+                    const int of_row = labels[r * SPAN + row_of(m)];
 #pragma unroll
-                    for (int n = 0; n < N; ++n) {
-                        const int column = column_of(n);
-                        count[m][n] += row > column ? of_row <= column : of_column[n] <= row;
-                    }
+                    for (int n = 0; n < N; ++n) count[m][n] += (Count)(of_row == of_column[n]);
                 }
             }
         }
+        labelled = true;
     }
 };
 
