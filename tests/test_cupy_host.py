@@ -764,6 +764,14 @@ def test_the_table_of_registers_is_of_these_sources(monkeypatch):
         assert int(row["registers"]) <= 255
 
 
+def test_the_page_of_limits_is_of_this_table():
+    spec = importlib.util.spec_from_file_location("roofline", ROOT / "tools/roofline.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    made = tool.PAGE.read_text(encoding="utf-8").split(tool.BEGIN)[1].split(tool.END)[0]
+    assert made == tool.tables(), "run python tools/roofline.py --write"
+
+
 # --- the script for a machine with a GPU ----------------------------------------------------------
 
 SCRIPT = Path(__file__).parent / "gpu" / "cupy.sh"

@@ -62,12 +62,14 @@ def small():
     """Every kernel once, small: what compute-sanitizer watches."""
     import cupy
 
-    for dtype, method, dim in (
-        ("float32", plsh.PositionalLSH(40), 40),
-        ("float64", "exact", 20),
-        ("float16", plsh.Window(30), 100),
+    for dtype, method, dim, value_dim in (
+        ("float32", plsh.PositionalLSH(40), 40, 33),
+        ("float64", "exact", 20, 33),
+        ("float16", plsh.Window(30), 100, 33),
+        ("float16", plsh.Window(30), 40, 24),  # on tensor cores
+        ("float16", plsh.PositionalLSH(40), 40, 24),
     ):
-        shape = (1, 2, 1, 200, 200, dim, 33)
+        shape = (1, 2, 1, 200, 200, dim, value_dim)
         arrays = testing.make_inputs(*shape, dtype)
         q, k, v, grad_out = (cupy.asarray(x.astype(dtype)) for x in arrays[:4])
         ids = cupy.asarray(np.arange(200)[None] // 120)
@@ -94,14 +96,18 @@ def timed(work, repeats=7):
 
 
 def peers(shape, dtype):
-    """Return forward milliseconds of torch's causal attention without a bias, by backend."""
+    """Return milliseconds of torch's causal attention without a bias: forward, both, by backend."""
     try:
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
     except ImportError:
         return {}
     found = {}
-    q, k, v = (torch.randn(shape, dtype=getattr(torch, dtype), device="cuda") for _ in range(3))
+    q, k, v = (
+        torch.randn(shape, dtype=getattr(torch, dtype), device="cuda", requires_grad=True)
+        for _ in range(3)
+    )
+    ones = torch.ones_like(q)
     attend = torch.nn.functional.scaled_dot_product_attention
     stream = torch.cuda.current_stream()
     for name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"):
@@ -109,13 +115,16 @@ def peers(shape, dtype):
             with sdpa_kernel(getattr(SDPBackend, name)):
                 taken = []
                 for _ in range(4):
-                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    begin, half, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
                     begin.record(stream)
-                    attend(q, k, v, is_causal=True)
+                    out = attend(q, k, v, is_causal=True)
+                    half.record(stream)
+                    torch.autograd.grad(out, (q, k, v), ones)
                     end.record(stream)
                     end.synchronize()
-                    taken.append(begin.elapsed_time(end))
-                found[name.split("_")[0].lower()] = statistics.median(taken[1:])
+                    taken.append((begin.elapsed_time(half), begin.elapsed_time(end)))
+                medians = tuple(statistics.median(x) for x in zip(*taken[1:], strict=True))
+                found[name.split("_")[0].lower()] = medians
         except (RuntimeError, AttributeError):
             continue
     return found
@@ -137,11 +146,11 @@ def dense(q, k, v, slopes):
     return out
 
 
-def error_of(method, dtype):
+def error_of(method, dtype, dim):
     """Return the largest error of the output against the oracle, at a length that it can do."""
     import cupy
 
-    q, k, v = testing.make_inputs(1, 8, 8, 1024, 1024, 64, 64, dtype)[:3]
+    q, k, v = testing.make_inputs(1, 8, 8, 1024, 1024, dim, dim, dtype)[:3]
     slopes = plsh.alibi_slopes(8)
     given = (cupy.asarray(x.astype(plsh.compat.numpy_dtype(dtype))) for x in (q, k, v))
     got = plsh.attention(*given, method=method, causal=True, backend="cupy")
@@ -156,19 +165,24 @@ def timings():
     rng = np.random.default_rng(0)
     pool = cupy.get_default_memory_pool()
     rows = [("dtype", "n", "H", "D", "method", "forward ms", "fwd+bwd ms", "beyond in+out MB",
-             "ns/pair", "max error", "dense ms", "peer ms (no bias)", "peer/forward")]  # fmt: skip
+             "ns/pair", "max error", "dense ms", "peer ms (no bias)", "peer/fwd", "peer/both",
+             "ns/pair to peer's")]  # fmt: skip
     dtypes = ("float32", "float16", "bfloat16")
-    for dtype, (n, heads, dim) in itertools.product(dtypes, ((8192, 8, 64), (65536, 8, 64))):
+    cases = [*itertools.product(dtypes, ((8192, 8, 64), (65536, 8, 64)))]
+    cases.append(("bfloat16", (131072, 32, 128)))
+    for dtype, (n, heads, dim) in cases:
         shape = (1, heads, n, dim)
         try:
             kind = plsh.compat.numpy_dtype(dtype)
         except ImportError:
             continue
+        one_head = (1, 1, n, dim)  # the same numbers for all: their values are not timed
         q, k, v, grad_out = (
-            cupy.asarray(rng.standard_normal(shape, dtype="float32").astype(kind)) for _ in range(4)
+            cupy.asarray(np.repeat(rng.standard_normal(one_head, "f4").astype(kind), heads, axis=1))
+            for _ in range(4)
         )
         beside = peers(shape, dtype)
-        best = min(beside.values(), default=math.nan)
+        best, best_both = min(beside.values(), default=(math.nan, math.nan))
         name = min(beside, key=beside.get) if beside else "none"
         by_dense = "none"
         if n <= 8192 and dtype != "bfloat16":  # of which CuPy has no products
@@ -189,18 +203,21 @@ def timings():
             grads = both()
             beyond = pool.total_bytes() - before - sum(x.nbytes for x in grads if x is not None)
             del grads
-            widths = visible(method, heads, n)
+            widths, dense_pairs = visible(method, heads, n), visible("exact", heads, n)
             rows.append(
                 (dtype, n, heads, dim, method, f"{one:.3f}", f"{two:.3f}",
                  f"{(beyond - q.nbytes) / 1e6:.1f}", f"{1e6 * one / widths:.4f}",
-                 f"{error_of(method, dtype):.1e}", by_dense, f"{name} {best:.3f}",
-                 f"{best / one:.2f}")
+                 f"{error_of(method, dtype, dim):.1e}", by_dense,
+                 f"{name} {best:.2f} {best_both:.2f}", f"{best / one:.2f}",
+                 f"{best_both / two:.2f}", f"{one / widths / (best / dense_pairs):.2f}")
             )  # fmt: skip
     for row in rows:
         print(
             "  ".join(
                 str(x).rjust(w)
-                for x, w in zip(row, (9, 6, 3, 4, 7, 11, 11, 17, 8, 10, 9, 18, 13), strict=True)
+                for x, w in zip(
+                    row, (9, 6, 3, 4, 7, 11, 11, 17, 8, 10, 9, 24, 9, 9, 17), strict=True
+                )
             )
         )
 
