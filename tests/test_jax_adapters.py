@@ -75,6 +75,45 @@ def test_dot_product_attention_refuses_what_it_cannot_honour(keywords, words):
         plsh_jax.dot_product_attention(q, k, v, **keywords)
 
 
+@pytest.mark.parametrize("name", ["query_seq_lengths", "key_value_seq_lengths"])
+@pytest.mark.parametrize(
+    ("lengths", "kind", "words"),
+    [
+        (np.array([20, 21]), ValueError, r"must lie from 0 to 20, got \[20, 21\]"),
+        ([20, -1], ValueError, r"must lie from 0 to 20, got \[20, -1\]"),
+        ([20], ValueError, r"must have shape \(2,\), got \(1,\)"),
+        (np.array([20.0, 13.0]), TypeError, "must be integers, got dtype float64"),
+        ([True, True], TypeError, "must be integers, got dtype bool"),
+        (jnp.array([20.0, 13.0]), TypeError, "must be integers, got dtype float32"),
+        (jnp.array([True, True]), TypeError, "must be integers, got dtype bool"),
+    ],
+)
+def test_sequence_lengths_are_checked_as_far_as_they_are_known(name, lengths, kind, words):
+    q, k, v = arrays()
+    with pytest.raises(kind, match=f"{name} {words}"):
+        plsh_jax.dot_product_attention(q, k, v, **{name: lengths})
+
+
+def test_sequence_lengths_on_the_host_and_traced_do_the_same():
+    q, k, v = arrays()
+    lengths = np.array([20, 13], np.int64)
+
+    def call(lengths):
+        return plsh_jax.dot_product_attention(q, k, v, key_value_seq_lengths=lengths)
+
+    expected = call(lengths)
+    np.testing.assert_array_equal(call([20, np.int32(13)]), expected)
+    np.testing.assert_array_equal(call(jnp.asarray(lengths)), expected)
+    np.testing.assert_allclose(jax.jit(call)(lengths), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [3.5, True, "3", (1, 2, 3), (3, 3.0)])
+def test_a_window_is_made_of_integers(size):
+    q, k, v = arrays()
+    with pytest.raises(TypeError, match="local_window_size must be an int or a pair of ints"):
+        plsh_jax.dot_product_attention(q, k, v, local_window_size=size)
+
+
 def test_windows_of_two_sizes_are_refused():
     q, k, v = arrays()
     with pytest.raises(ValueError, match="one size for both sides"):

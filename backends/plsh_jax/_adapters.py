@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import plsh
+from plsh import compat
 
 __all__ = ["attention_fn", "dot_product_attention"]
 
@@ -145,7 +147,8 @@ def dot_product_attention(
     is_causal : bool, default False
         Query i sees the keys up to i (top-left, as in jax.nn).
     query_seq_lengths, key_value_seq_lengths : int array (B,), optional
-        What stands after is padding: it is not seen, and its rows are 0.
+        What stands after is padding: it is not seen, and its rows are 0. From 0 to T, and to S,
+        which is checked where they are numbers or a NumPy array.
     local_window_size : int or (int, int), optional
         The keys seen before and after each query; two different sizes are refused. It makes
         `method` ``Window(size)``.
@@ -191,8 +194,10 @@ def dot_product_attention(
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
         batched = query.ndim == 4
         rows = query.shape[0] if batched else 1
-        sides = ((query_seq_lengths, query.shape[-3]), (key_value_seq_lengths, key.shape[-3]))
-        pair = [_ids(lengths, rows, n) for lengths, n in sides]
+        pair = [
+            _ids("query_seq_lengths", query_seq_lengths, rows, query.shape[-3]),
+            _ids("key_value_seq_lengths", key_value_seq_lengths, rows, key.shape[-3]),
+        ]
         ids = tuple(x if batched else x[0] for x in pair)
     found = plsh.attention(
         query, key, value, method="lsh" if method is None else method, slopes=slopes,
@@ -219,20 +224,30 @@ def _check_precision(precision: Any) -> None:
 
 
 def _window(size: Any, is_causal: bool) -> int:
-    before, after = size if isinstance(size, tuple | list) else (size, size)
+    pair = size if isinstance(size, tuple | list) else (size, size)
+    sizes = [n for n in map(compat.as_int, pair) if n is not None]
+    if not len(pair) == len(sizes) == 2:
+        raise TypeError(f"local_window_size must be an int or a pair of ints, got {size!r}")
+    before, after = sizes
     if not is_causal and before != after:
         raise ValueError(
             f"local_window_size must be one size for both sides, got {size!r}: a weight depends on "
             "the distance alone; with is_causal the keys after the query are hidden"
         )
-    return int(before)
+    return before
 
 
-def _ids(lengths: Any, rows: int, size: int) -> Any:
+def _ids(name: str, lengths: Any, rows: int, size: int) -> Any:
     """Return segment ids ``(rows, size)``: 0, or -1 behind the length."""
     if lengths is None:
         return jnp.zeros((rows, size), jnp.int32)
-    lengths = jnp.asarray(lengths)
+    known = not any(isinstance(x, jax.Array) for x in jax.tree.leaves(lengths))
+    lengths = np.asarray(lengths) if known else jnp.asarray(lengths)
     if lengths.shape != (rows,):
-        raise ValueError(f"sequence lengths must have shape ({rows},), got {lengths.shape}")
+        raise ValueError(f"{name} must have shape ({rows},), got {lengths.shape}")
+    if lengths.size and not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got dtype {lengths.dtype}")
+    if known and isinstance(size, int) and not np.all((lengths >= 0) & (lengths <= size)):
+        raise ValueError(f"{name} must lie from 0 to {size}, got {lengths.tolist()}")
+    lengths = jnp.asarray(lengths, dtype=jnp.int32)
     return jnp.where(jnp.arange(size) < lengths[:, None], 0, -1).astype(jnp.int32)
