@@ -404,12 +404,20 @@ class Family:
             float64, of the shape of `distance`, with a leading axis of heads if the parameters
             have one.
 
+        Raises
+        ------
+        TypeError
+            `distance` is not made of real numbers.
+
         Examples
         --------
         >>> float(RandomBinning(2.0).weight(2).round(4))
         0.3679
         """
-        d = np.abs(np.asarray(distance, dtype=np.float64))
+        given = np.asarray(distance)
+        if given.dtype.kind not in "iuf" and given.dtype.name != "bfloat16":
+            raise TypeError(f"distance must be made of real numbers, got {distance!r}")
+        d = np.abs(given.astype(np.float64))
         heads = self.heads
         with np.errstate(over="ignore"):  # a distance of very many lengths has weight 0
             rows = [self._weight(d, *p) for p in self.per_head(1 if heads is None else heads)]

@@ -401,6 +401,8 @@ def _check_part(part: Any, first: Any, layout: str) -> None:
     if not isinstance(part, tuple) or len(part) != 2 or "" in map(compat.kind, part):
         raise TypeError(f"outputs must be AttentionOutputs (out, lse), got {type(part).__name__}")
     (out, lse), names = part, ("out", "lse")
+    if compat.dtype_name(out) not in rules.DTYPES:
+        raise TypeError(f"out must have a dtype of {rules.DTYPES}, got {compat.dtype_name(out)}")
     for x, like, name in zip(part, first, names, strict=True):
         if compat.kind(x) != compat.kind(first[0]):
             raise TypeError(
@@ -439,7 +441,7 @@ def merge(outputs: Sequence[AttentionOutput], *, layout: str = "bhsd") -> Attent
     Raises
     ------
     TypeError, ValueError
-        There is no output, one is not a pair (out, lse), or the shapes differ.
+        There is no output, one is not a pair (out, lse) of floating dtypes, or the shapes differ.
 
     Notes
     -----
@@ -456,7 +458,12 @@ def merge(outputs: Sequence[AttentionOutput], *, layout: str = "bhsd") -> Attent
     >>> bool(np.allclose(plsh.merge([left, right]).out, whole.out))
     True
     """
-    parts = list(outputs)
+    try:
+        parts = list(outputs)
+    except TypeError:
+        raise TypeError(
+            f"outputs must be a sequence of AttentionOutputs, got {type(outputs).__name__}"
+        ) from None
     if not parts:
         raise ValueError("outputs must hold at least one AttentionOutput, got none")
     layout = rules.check_layout(layout)

@@ -409,6 +409,9 @@ def test_weight_has_an_axis_of_heads_where_parameters_do():
     assert PowerLawBinning(1.0, (2.0, 3.0)).weight(1.0).shape == (2,)
     assert RandomBinning(1.0).weight([1, 2]).shape == (2,)
     assert RandomBinning(1.0).weight(2).dtype == np.float64
+    for distance in ("a", 1j, np.array([1j]), True, None, ["1"]):
+        with pytest.raises(TypeError, match="distance must be made of real numbers, got "):
+            RandomBinning(1.0).weight(distance)
 
 
 # --- arguments ------------------------------------------------------------------------------------

@@ -116,6 +116,20 @@ def test_a_merge_of_one_changes_nothing(method):
     assert_same(plsh.merge([whole]), whole, units=2)
 
 
+@pytest.mark.parametrize(
+    ("outputs", "words"),
+    [
+        (None, "outputs must be a sequence of AttentionOutputs, got NoneType"),
+        (3, "outputs must be a sequence of AttentionOutputs, got int"),
+        ([(np.ones((1, 2, 3), int), np.ones((1, 2)))], "out must have a dtype of .*, got int64"),
+        ([(np.ones((1, 2, 3), bool), np.ones((1, 2)))], "out must have a dtype of .*, got bool"),
+    ],
+)
+def test_what_no_call_returned_is_not_merged(outputs, words):
+    with pytest.raises(TypeError, match=words):
+        plsh.merge(outputs)
+
+
 @pytest.mark.parametrize("method", ["exact", "window"])
 @CAUSAL
 @pytest.mark.parametrize("shift", [1, 1000, 2**30 - 40, -17])

@@ -261,6 +261,9 @@ def test_grouped_heads_need_the_flag_as_in_torch():
     torch.testing.assert_close(got, want)
     with pytest.raises(ValueError, match="pass enable_gqa=True"):
         scaled_dot_product_attention(q, k, v)
+    for flag in ("no", 2, None):
+        with pytest.raises(TypeError, match=f"enable_gqa must be a bool, got {flag!r}"):
+            scaled_dot_product_attention(q, k, v, enable_gqa=flag)
 
 
 def test_biases_are_those_of_a_dense_mask():

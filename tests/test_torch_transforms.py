@@ -447,6 +447,8 @@ def test_forward_mode_is_refused_and_names_who_can():
     out, pull = torch.func.vjp(lambda q: call(q, k, v), q)
     with pytest.raises(UnsupportedByBackendError, match="jvp"):  # of the gradient, by its cotangent
         torch.func.jvp(pull, (out,), (out,))
+    with pytest.raises(UnsupportedByBackendError, match="no forward-mode"):  # over reverse mode
+        torch.func.hessian(lambda q: call(q, k, v).sum())(q)
     slopes = torch.tensor(SLOPES)
     with pytest.raises(UnsupportedByBackendError, match="no forward-mode"):
         torch.func.jvp(lambda m: call(q, k, v, method="exact", slopes=m), (slopes,), (slopes,))

@@ -32,6 +32,8 @@ class Attend(torch.autograd.Function):
         """Differentiate, once."""
         return _ops.differentiate(ctx, grad_out, grad_lse, operator=AttendBackward.apply)
 
+    jvp = staticmethod(_ops.refuse_forward)  # forward over reverse mode, as `hessian` does
+
 
 class AttendBackward(torch.autograd.Function):
     """`plsh_torch::attend_backward`, which has no derivative."""
@@ -52,6 +54,7 @@ class AttendBackward(torch.autograd.Function):
         return _vmap.map_backward(info, in_dims, *args, operator=AttendBackward.apply)
 
     backward = staticmethod(_ops.refuse)
+    jvp = staticmethod(_ops.refuse_forward)
 
 
 def is_transformed() -> bool:

@@ -135,10 +135,15 @@ def refuse_tangents(*inputs: Any, name: str = "torch") -> None:
         return
     for x in inputs:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
-            raise UnsupportedByBackendError(
-                f"backend {name!r} has no forward-mode derivative (jvp); take "
-                "plsh.attention(…, backend='reference'), or reverse mode"
-            )
+            refuse_forward(name=name)
+
+
+def refuse_forward(ctx: Any = None, *tangents: Any, name: str = "torch") -> Any:
+    """Say who has a forward-mode derivative."""
+    raise UnsupportedByBackendError(
+        f"backend {name!r} has no forward-mode derivative (jvp); take "
+        "plsh.attention(…, backend='reference'), or reverse mode"
+    )
 
 
 def refuse(ctx: Any, *grads: Any) -> Any:

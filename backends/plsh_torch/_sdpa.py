@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 import plsh
@@ -93,6 +94,8 @@ def scaled_dot_product_attention(
             "query, key, value must have the same leading axes, got "
             f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
         )
+    if not isinstance(enable_gqa, bool | np.bool_):
+        raise TypeError(f"enable_gqa must be a bool, got {enable_gqa!r}")
     if query.shape[-3] != key.shape[-3] and not enable_gqa:
         raise ValueError(
             f"query has {query.shape[-3]} heads and key has {key.shape[-3]}; "
