@@ -555,8 +555,16 @@ def test_strides_of_either_sign_are_taken():
 
 # --- for the measure of coverage ------------------------------------------------------------------
 
+
+def cover_tall_tiles():
+    """Run a call whose heads have tall tiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        test_tall_tiles_equal_oracle(HEIGHTS[3], patch)
+
+
 COVERING = LONG
 COVERING_LAWS = [
+    cover_tall_tiles,
     lambda: test_sums_past_the_range_of_values_within_it("exact"),
     lambda: test_what_stands_in_padding_reaches_nothing("exact", "float16"),
 ]

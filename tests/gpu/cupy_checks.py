@@ -11,6 +11,7 @@ import threading
 import cupy
 import numpy as np
 import pytest
+import test_cupy_tensor as tensor_tests
 import test_numpy_backend as numpy_tests
 from emulated import CudaCall
 from laws import SLOPES, inputs
@@ -46,6 +47,16 @@ def as_gpu(case):
 @pytest.mark.parametrize("case", [*CROSSED, *LONG, *WIDE, *LARGE], ids=str)
 def test_call_equals_oracle(case):
     numpy_tests.check_band(as_gpu(case))
+
+
+@pytest.mark.parametrize("case", [*tensor_tests.CROSSED, *tensor_tests.LONG], ids=str)
+def test_call_on_tensor_cores_equals_oracle(case):
+    numpy_tests.check_band(as_gpu(case))
+
+
+@pytest.mark.parametrize("case", tensor_tests.HEIGHTS, ids=str)
+def test_tall_tiles_equal_oracle(case, monkeypatch):
+    tensor_tests.test_tall_tiles_equal_oracle(as_gpu(case), monkeypatch)
 
 
 def gpu_inputs(n=300, dtype="float32", seed=0, **shape):
