@@ -219,11 +219,13 @@ def scenarios(backend):
     yield lambda: plsh.attention(q, k, large, method="exact", **call)
     shape = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 40, "value_dim": 24}
     q, k, v = (x.astype(numpy_dtype("bfloat16")) for x in inputs(193, **shape))
+    grad_out = np.ones((1, 2, 193, 24), dtype=q.dtype)
     call = {"slopes": 0.01, "backend": backend}
     for method in ("exact", plsh.PositionalLSH(40)):
-        yield lambda method=method: plsh.attention(
-            q, k, v, method=method, segment_ids=np.arange(193)[None] // 70, **call
+        yield lambda method=method: results(
+            q, k, v, method, grad_out, segment_ids=np.arange(193)[None] // 70, **call
         )
+    yield lambda: results(q, k, v, "exact", grad_out, **call)
     yield lambda: plsh.attention(q, k, v, method="exact", causal=True, **call, **far)
     huge = v.copy()
     huge[..., 0] = 3e38
@@ -336,7 +338,11 @@ def test_tests_reach_the_kernels(tmp_path):
 @pytest.mark.parametrize(
     ("header", "names"),
     [
-        ("device.cuh", "widen|infinity|power_of_two|logarithm|count_bits|read|write|load_four"),
+        (
+            "device.cuh",
+            "widen|infinity|power_of_two|logarithm|count_bits|binade|inverse_power|thread_afresh"
+            "|read|write|load_four",
+        ),
         ("mma.cuh", "pack|mma|load_matrices|load_transposed|copy_later|commit_copies|wait_copies"),
     ],
 )

@@ -56,6 +56,13 @@ TALL_MANY = (
     "test_tall_tiles_equal_oracle",
     oracle("lsh", (2, 1), (130, 130), (8, 8), 1, dtype="float16", flatter=32.0, samples=40),
 )
+HALF_WIDE = oracle("exact", (2, 1), (65, 65), (8, 72), 1, True, dtype="float16")
+HALF_WIDE_LSH = oracle("lsh", (2, 1), (129, 129), (8, 72), 1, flatter=9.0, dtype="float16")
+HALF_HEADS = oracle("exact", (2, 1), (65, 65), (8, 8), 1, dtype="float16")
+HUGE, TINY = (
+    ("test_gradients_keep_powers_of_two", {"method": "exact", "size": size, "dtype": "float16"})
+    for size in ("huge", "tiny")
+)
 BRAIN = oracle("exact", (2, 1), (65, 65), (8, 8), 1, dtype="bfloat16")
 WILD = ("test_wild_offsets_on_the_device_do_no_harm", {"method": "lsh"})
 ODD = oracle("exact", (2, 1), (65, 100), (8, 8), 1)
@@ -223,7 +230,7 @@ MUTANTS = [
            "other_ids[i] >= 0", "first + i >= 0 && first + i < p.len_k",
            "test_what_stands_in_padding_reaches_nothing", {"method": "exact", "dtype": "float16"}),
     Mutant("one tile of keys twice", "forward_tensor.cu",
-           "copy_keys(t + 1);\n            weight", "copy_keys(t);\n            weight", ORACLE,
+           "copy_keys(t + 1);\n            soft", "copy_keys(t);\n            soft", ORACLE,
            HALF),
     Mutant("keys after a hidden tile not copied", "forward_tensor.cu",
            "if (t + 1 < band.end) copy_keys(t + 1);\n                    continue;", "continue;",
@@ -246,6 +253,65 @@ MUTANTS = [
     Mutant("pairs left unrounded to the wrong row", "tensor.cuh",
            "pack<Float>(pairs[1][n], pairs[1][n + 1])", "pack<Float>(pairs[0][n], pairs[0][n + 1])",
            ORACLE, HALF),
+    # gradients on tensor cores
+    Mutant("units that do not grow", "tensor.cuh", "if (wanted > unit[m])",
+           "if (wanted > unit[m] && unit[m] < 0)", *HUGE),
+    Mutant("units above the pairs", "tensor.cuh", "0x1p-100f", "1", *TINY),
+    Mutant("sums of earlier tiles in old units", "tensor.cuh",
+           "fade = unit[m] * inverse_power(wanted)", "fade = 1", ORACLE, HALF),
+    Mutant("a unit a lane", "tensor.cuh", "binade(max_lanes(most))", "binade(most)", ORACLE, HALF),
+    Mutant("units left in the result", "backward_queries_tensor.cu",
+           "(Acc)p.scale * units.unit[m]", "(Acc)p.scale", ORACLE, HALF),
+    Mutant("mean of dP left in", "backward_queries_tensor.cu", "(ds[m][n] - delta[m])",
+           "ds[m][n]", ORACLE, HALF),
+    Mutant("hidden values reach queries", "backward_queries_tensor.cu",
+           "pair != 0 ? pair * (ds[m][n] - delta[m]) : 0", "pair * (ds[m][n] - delta[m])",
+           "test_what_is_hidden_reaches_no_gradient"),
+    Mutant("hidden gradients reach keys", "backward_keys_tensor.cu",
+           "x[m][n] != 0 ? x[m][n] * moved : 0", "x[m][n] * moved",
+           "test_what_is_hidden_reaches_no_gradient"),
+    Mutant("keys of the first half", "backward_queries_tensor.cu", "keys + from * PITCH", "keys",
+           ORACLE, HALF),
+    Mutant("values of the first half", "backward_queries_tensor.cu", "values + from * PITCH",
+           "values", ORACLE, HALF),
+    Mutant("distances of the first half", "backward_queries_tensor.cu",
+           "row_of(m) - from - column_of(n)", "row_of(m) - column_of(n)", ORACLE, HALF),
+    Mutant("keys after a hidden tile forgotten", "backward_queries_tensor.cu",
+           "if (t + 1 < band.end) copy(keys, p.k, t + 1, p.dim);", "", ORACLE, HALF_SEGMENTS,
+           (AssertionError, EmulatorFault)),
+    Mutant("keys in the place of keys", "backward_queries_tensor.cu",
+           "copy(values, p.k, t + 1, p.dim)", "copy(keys, p.k, t + 1, p.dim)", ORACLE, HALF,
+           EmulatorFault),
+    Mutant("ids of the tile before", "backward_queries_tensor.cu", "(t & 1) * COLUMNS", "(t & 0)",
+           ORACLE, HALF, EmulatorFault),
+    Mutant("places of keys and values kept", "backward_queries_tensor.cu",
+           "at = COLUMNS * PITCH - at;", "", ORACLE, HALF, (AssertionError, EmulatorFault)),
+    Mutant("own keys not scaled", "backward_keys_tensor.cu",
+           "scale_tile(k, p.dim, (Acc)p.factor);", "", ORACLE, BRAIN),
+    Mutant("weights left in their unit", "backward_keys_tensor.cu", "by_v[m] = 1 / PEAK",
+           "by_v[m] = 1", ORACLE, HALF),
+    Mutant("weights of tiny size", "tensor.cuh", "NARROW<Float> ? 32768 : 1",
+           "NARROW<Float> ? 0x1p-18f : 1", ORACLE, HALF),
+    Mutant("queries without a key copied", "backward_keys_tensor.cu", "ids[i] = -1;", "",
+           "test_a_query_without_a_key_reaches_no_gradient"),
+    Mutant("one query head of a group", "backward_keys_tensor.cu", "h < (place.h + 1) * heads",
+           "h < place.h * heads + 1", ORACLE, HALF_HEADS),
+    Mutant("half of the columns of wide rows", "backward_keys_tensor.cu", "part < N; part += PART",
+           "part < PART; part += PART", ORACLE, HALF_WIDE, (AssertionError, EmulatorFault)),
+    Mutant("lse of the first half", "backward_keys_tensor.cu",
+           "const int column = from + column_of(n)", "const int column = column_of(n)", ORACLE,
+           HALF_WIDE),
+    Mutant("delta of the first half", "backward_keys_tensor.cu", "delta[from + column_of(n)]",
+           "delta[column_of(n)]", ORACLE, HALF_WIDE),
+    Mutant("visible pairs of the first half", "weight.cuh", "seen >>= first;\n#pragma unroll\n"
+           "        for (int m = 0; m < M; ++m)\n#pragma unroll\n"
+           "            for (int n = 0; n < COUNT; ++n) weight",
+           "seen >>= 0 * first;\n#pragma unroll\n        for (int m = 0; m < M; ++m)\n"
+           "#pragma unroll\n            for (int n = 0; n < COUNT; ++n) weight", ORACLE, HALF_WIDE),
+    Mutant("bits of the first half", "weight.cuh", "other_bits + from", "other_bits", ORACLE,
+           HALF_WIDE_LSH),
+    Mutant("labels of the first half", "weight.cuh", "r * SPAN + from +",
+           "r * SPAN + 0 * from +", ORACLE, HALF_WIDE_LSH),
     # tall tiles
     Mutant("one tile of the diagonal", "band.cuh", "t < DIAGONALS", "t < 1", *TALL),
     Mutant("labels of the first tile twice", "weight.cuh", "(int)t * COLUMNS +", "(int)t * 0 +",
@@ -295,6 +361,7 @@ QUICK = {
     "values of the last tile not waited for",
     "samples beyond the first 16 lost",
     "one tile of the diagonal",
+    "units that do not grow",
 }
 """Mutants of every run; the others are slow."""
 

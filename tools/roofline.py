@@ -61,6 +61,11 @@ class Kernel(NamedTuple):
         return self.kernel.endswith("_tensor")
 
     @property
+    def kind(self):
+        """The kernel that does the same without tensor cores."""
+        return self.kernel.removesuffix("_tensor")
+
+    @property
     def threads(self):
         """Threads of a block."""
         return 2 * self.rows if self.tensor else 256
@@ -68,8 +73,13 @@ class Kernel(NamedTuple):
     @property
     def products(self):
         """Inner products over dims, and sums over tokens, of a visited tile, in widths of dim."""
-        kind = self.kernel.removesuffix("_tensor")
-        return {"forward": (1, 1), "backward_queries": (2, 1), "backward_keys": (2, 2)}[kind]
+        return {"forward": (1, 1), "backward_queries": (2, 1), "backward_keys": (2, 2)}[self.kind]
+
+    @property
+    def own_fragments(self):
+        """How often a warp reads its own rows of a tile: for each part of the columns anew."""
+        parts = 1 if self.dim <= 64 else 2
+        return {"forward": 1, "backward_queries": 1 + 2, "backward_keys": 2 * parts}[self.kind]
 
     @property
     def peak(self):
@@ -94,10 +104,11 @@ class Kernel(NamedTuple):
         """Return the clocks of 64 x 64 pairs, D = Dv = dim."""
         inner, outer = self.products
         share = COLUMNS / self.rows  # of a visited tile
-        loaded = share * COLUMNS * self.dim * (2 if self.kernel.startswith("f") else inner + outer)
+        once = self.tensor or self.kernel == "forward"  # else for each product anew
+        loaded = share * COLUMNS * self.dim * (2 if once else inner + outer)
         if self.tensor:
             counts = PAIRS * 16 * -(-samples // 16) if self.step else 0
-            fragments = inner * (1 + COLUMNS // 16) + outer * COLUMNS // 16
+            fragments = self.own_fragments + (inner + outer) * COLUMNS // 16
             reads = COLUMNS // 16 * self.dim // 16 * 512 * fragments
             return Work(
                 (self.multiply_adds + counts) / (MMA_SYNC * self.peak),

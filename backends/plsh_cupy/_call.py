@@ -43,7 +43,7 @@ def vjp(
     request: Request,
 ) -> Gradients:
     """Return the gradients by q, k, v and, under a decay, the slopes."""
-    call = _Call(device, q, k, v, request)
+    call = _Call(device, q, k, v, request, grad_out)
     dtype, decay = request.static.dtype, isinstance(request.static.weight, DecayWeight)
     grads = [device.empty(tuple(x.shape), dtype) for x in (q, k, v)]
     for name, grad in zip(("grad_q", "grad_k", "grad_v"), grads, strict=True):
@@ -71,7 +71,9 @@ def vjp(
 class _Call:
     """The parameters of one call, filled piece by piece."""
 
-    def __init__(self, device: Device, q: Array, k: Array, v: Array, request: Request) -> None:
+    def __init__(
+        self, device: Device, q: Array, k: Array, v: Array, request: Request, *others: Array
+    ) -> None:
         static, operands = request.static, request.arrays
         self.device, self.request = device, request
         self.acc = "float64" if static.dtype == "float64" else "float32"
@@ -85,7 +87,7 @@ class _Call:
             static.value_dim,
             samples,
             device.limits,
-            [device.locate(x) for x in (q, k, v)],
+            [device.locate(x) for x in (q, k, v, *others)],
         )
         factor, after = scale_parts(static.scale, static.dtype, self.tensor)
         numbers = {

@@ -27,7 +27,11 @@ __all__ = [
 ]
 
 KERNELS = ("forward", "backward_queries", "backward_keys", "backward_slopes")
-TENSOR_KERNELS = {"forward": "forward_tensor"}
+TENSOR_KERNELS = {
+    "forward": "forward_tensor",
+    "backward_queries": "backward_queries_tensor",
+    "backward_keys": "backward_keys_tensor",
+}
 """The kernels that do the same on tensor cores."""
 TALL_KERNELS = ("forward_tensor",)
 """The kernels whose owned tiles may be twice as tall."""
@@ -125,8 +129,15 @@ class Instance:
             return self.threads * 8
         if self.tensor:
             pitch = 2 * (self.dim + 8)
-            pieces = [pitch * self.rows, pitch * COLUMNS, pitch * COLUMNS, 8 * self.rows]
-            pieces.append(8 * COLUMNS)
+            pieces = [pitch * COLUMNS] * 2 + [pitch * self.rows, 8 * self.rows]
+            if self.kernel == "forward_tensor":
+                pieces.append(8 * COLUMNS)
+            else:
+                pieces += [pitch * self.rows, 2 * 8 * COLUMNS]
+            if self.kernel == "backward_queries_tensor":
+                pieces.append(8 * self.threads // 4)
+            if self.kernel == "backward_keys_tensor":
+                pieces += [2 * 4 * COLUMNS] * 2
         else:
             pieces = self._pieces(dim, value_dim)
         if self.step:

@@ -86,6 +86,17 @@ inline double power_of_two(double x) { return std::exp2(x); }
 inline float logarithm(float x) { return std::log(x); }
 inline double logarithm(double x) { return std::log(x); }
 inline int count_bits(unsigned x) { return __builtin_popcount(x); }
+inline float binade(float x) {
+    const unsigned bits = bits_of_float(x) & 0x7f800000u;
+    float power;
+    std::memcpy(&power, &bits, 4);
+    return power;
+}
+inline float inverse_power(float x) { return 1 / x; }
+
+// --- threads ---------------------------------------------------------------------------------
+
+inline int thread_afresh() { return (int)threadIdx.x; }
 
 // --- global memory --------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ struct Band {
 // token.
 __device__ inline void load_ids(Shared<int64> to, const View& x, int kind, int64 b, int64 first,
                                 int64 length, int count) {
-    for (int i = threadIdx.x; i < count; i += THREADS) {
+    for (int i = thread_afresh(); i < count; i += THREADS) {
         int64 id = -1;
         if (first + i >= 0 && first + i < length)
             id = x.data == nullptr ? 0 : read_integer(x.at(b, 0, first + i), kind);

@@ -57,6 +57,24 @@ __device__ inline double power_of_two(double x) { return exp2(x); }
 __device__ inline float logarithm(float x) { return logf(x); }
 __device__ inline double logarithm(double x) { return log(x); }
 __device__ inline int count_bits(unsigned x) { return __popc(x); }
+// The power of two of a normal number x > 0: the largest that is not above it.
+__device__ inline float binade(float x) {
+    return __uint_as_float(__float_as_uint(x) & 0x7f800000u);
+}
+// 1 / x, of a power of two from 2^-126 to 2^126.
+__device__ inline float inverse_power(float x) {
+    return __uint_as_float(0x7f000000u - __float_as_uint(x));
+}
+
+// --- threads ---------------------------------------------------------------------------------
+
+// threadIdx.x, read where it stands: what is made of it is made there too, and not kept in registers
+// from one place to another.
+__device__ inline int thread_afresh() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
 
 // --- global memory --------------------------------------------------------------------------
 

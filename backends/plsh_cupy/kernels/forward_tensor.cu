@@ -64,13 +64,13 @@ plsh_forward_tensor(const Params p) {
             copy_tile(values, p.v, p.v.at(place.b, kv, 0), first, p.value_dim,
                       [&](int i) { return other_ids[i] >= 0; });
             commit_copies();
+            Acc x[M][N] = {}, count[M][N];
+            weight.weigh(count, p, band, t, seen);
             wait_copies(1);
             __syncthreads();
-            Acc x[M][N] = {}, count[M][N];
             add_dots(x, q, keys, p.dim);
             __syncthreads();
             if (t + 1 < band.end) copy_keys(t + 1);
-            weight.weigh(count, p, band, t, seen);
             softmax.absorb(x, count, out, weight, band, t, (Acc)p.after);
             wait_copies(t + 1 < band.end);
             __syncthreads();

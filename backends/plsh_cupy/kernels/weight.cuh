@@ -28,12 +28,15 @@ struct Weight {
 
     __device__ Acc bias(int distance) const { return -slope * (Acc)distance; }
 
-    __device__ void weigh(Acc (&weight)[M][N], const Params&, const Band&, int64,
-                          unsigned seen) {
+    // The weights of tile t, of COUNT columns from number `first` of the thread's on.
+    template <int COUNT>
+    __device__ void weigh(Acc (&weight)[M][COUNT], const Params&, const Band&, int64,
+                          unsigned seen, int first = 0) {
+        seen >>= first;
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
-            for (int n = 0; n < N; ++n) weight[m][n] = (Acc)(seen >> (N * m + n) & 1);
+            for (int n = 0; n < COUNT; ++n) weight[m][n] = (Acc)(seen >> (N * m + n) & 1);
     }
 
     __device__ Acc normaliser(const Params&) const { return 0; }
@@ -132,17 +135,19 @@ struct Weight {
 
     __device__ Acc bias(int) const { return 0; }
 
-    __device__ void weigh(Acc (&weight)[M][N], const Params& p, const Band& band, int64 t,
-                          unsigned seen) {
-        Count count[M][N] = {};
+    template <int COUNT>
+    __device__ void weigh(Acc (&weight)[M][COUNT], const Params& p, const Band& band, int64 t,
+                          unsigned seen, int first = 0) {
+        Count count[M][COUNT] = {};
         if (band.diagonal(t))
-            count_diagonal(count, p, band, t);
+            count_diagonal(count, p, band, (int)t * COLUMNS + first * LANES);
         else
-            count_by_pivot(count, p, band, t);
+            count_by_pivot(count, p, band, t, first * LANES);
+        seen >>= first;
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
-            for (int n = 0; n < N; ++n)
+            for (int n = 0; n < COUNT; ++n)
                 weight[m][n] = (Acc)(count[m][n] * (Count)(seen >> (N * m + n) & 1));
     }
 
@@ -151,8 +156,9 @@ struct Weight {
   private:
     // The pivot lemma: with a position between them, two tokens share a block if and only if both
     // share it with the pivot, the owned position nearest to the tile. A bit a sample and token.
-    __device__ void count_by_pivot(Count (&count)[M][N], const Params& p, const Band& band,
-                                   int64 t) {
+    template <int COUNT>
+    __device__ void count_by_pivot(Count (&count)[M][COUNT], const Params& p, const Band& band,
+                                   int64 t, int from) {
         const int side = t < 0 ? -1 : 1;
         const int64 pivot = t < 0 ? band.own_at : band.own_at + ROWS - 1;
         const bool fresh = side != held || p.samples > WORD;
@@ -170,11 +176,12 @@ struct Weight {
                     own_bits[threadIdx.x - COLUMNS] =
                         bits_of(band.own_at + threadIdx.x - COLUMNS);
             }
-            if (threadIdx.x < COLUMNS)
-                other_bits[threadIdx.x] = bits_of(band.own_at + COLUMNS * t + threadIdx.x);
+            const int column = from + threadIdx.x;
+            if (threadIdx.x < COUNT * LANES)
+                other_bits[column] = bits_of(band.own_at + COLUMNS * t + column);
             __syncthreads();
             const int64 here = p.samples - first;
-            add_shared(count, own_bits, other_bits, (int)(here < WORD ? here : WORD));
+            add_shared(count, own_bits, other_bits + from, (int)(here < WORD ? here : WORD));
         }
         held = side;
     }
@@ -190,8 +197,9 @@ struct Weight {
 
     // No one pivot lies between the pairs of the diagonal: their blocks begin at the same place, or
     // they do not. Begins are held relative to the owned tile, as one where they lie before it.
-    __device__ void count_diagonal(Count (&count)[M][N], const Params& p, const Band& band,
-                                   int64 t) {
+    template <int COUNT>
+    __device__ void count_diagonal(Count (&count)[M][COUNT], const Params& p, const Band& band,
+                                   int from) {
         const bool fresh = !labelled || p.samples > LABELS;
         for (int64 first = 0; first < p.samples; first += LABELS) {
             const int here = (int)(p.samples - first < LABELS ? p.samples - first : LABELS);
@@ -206,15 +214,16 @@ struct Weight {
             }
 #pragma unroll 1
             for (int r = 0; r < here; ++r) {
-                int of_column[N];
+                int of_column[COUNT];
 #pragma unroll
-                for (int n = 0; n < N; ++n)
-                    of_column[n] = labels[r * SPAN + (int)t * COLUMNS + column_of(n)];
+                for (int n = 0; n < COUNT; ++n)
+                    of_column[n] = labels[r * SPAN + from + column_of(n)];
 #pragma unroll
                 for (int m = 0; m < M; ++m) {
                     const int of_row = labels[r * SPAN + row_of(m)];
 #pragma unroll
-                    for (int n = 0; n < N; ++n) count[m][n] += (Count)(of_row == of_column[n]);
+                    for (int n = 0; n < COUNT; ++n)
+                        count[m][n] += (Count)(of_row == of_column[n]);
                 }
             }
         }
