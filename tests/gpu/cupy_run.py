@@ -146,16 +146,21 @@ def dense(q, k, v, slopes):
     return out
 
 
-def error_of(method, dtype, dim):
-    """Return the largest error of the output against the oracle, at a length that it can do."""
+def errors_of(method, dtype, dim):
+    """Return the largest errors of output and gradients, at a length that the oracle can do."""
     import cupy
 
-    q, k, v = testing.make_inputs(1, 8, 8, 1024, 1024, dim, dim, dtype)[:3]
+    arrays = testing.make_inputs(1, 8, 8, 1024, 1024, dim, dim, dtype)[:4]
     slopes = plsh.alibi_slopes(8)
-    given = (cupy.asarray(x.astype(plsh.compat.numpy_dtype(dtype))) for x in (q, k, v))
-    got = plsh.attention(*given, method=method, causal=True, backend="cupy")
-    want = testing.oracle(q, k, v, slopes=slopes, causal=True).out
-    return float(np.abs(cupy.asnumpy(got).astype(np.float64) - want).max())
+    *given, grad_out = (cupy.asarray(x.astype(plsh.compat.numpy_dtype(dtype))) for x in arrays)
+    call = {"method": method, "causal": True, "backend": "cupy"}
+    output = plsh.attention(*given, return_lse=True, **call)
+    got = output.out, *plsh.attention_vjp(*given, output, grad_out, **call)[:3]
+    exact = testing.oracle(*arrays[:3], slopes=slopes, causal=True, grad_out=arrays[3])
+    wanted = exact.out, exact.q, exact.k, exact.v
+    pairs = zip(got, wanted, strict=True)
+    out, *grads = (np.abs(cupy.asnumpy(a).astype(float) - b).max() for a, b in pairs)
+    return out, max(grads)
 
 
 def timings():
@@ -165,7 +170,7 @@ def timings():
     rng = np.random.default_rng(0)
     pool = cupy.get_default_memory_pool()
     rows = [("dtype", "n", "H", "D", "method", "forward ms", "fwd+bwd ms", "beyond in+out MB",
-             "ns/pair", "max error", "dense ms", "peer ms (no bias)", "peer/fwd", "peer/both",
+             "ns/pair", "max errors", "dense ms", "peer ms (no bias)", "peer/fwd", "peer/both",
              "ns/pair to peer's")]  # fmt: skip
     dtypes = ("float32", "float16", "bfloat16")
     cases = [*itertools.product(dtypes, ((8192, 8, 64), (65536, 8, 64)))]
@@ -207,7 +212,7 @@ def timings():
             rows.append(
                 (dtype, n, heads, dim, method, f"{one:.3f}", f"{two:.3f}",
                  f"{(beyond - q.nbytes) / 1e6:.1f}", f"{1e6 * one / widths:.4f}",
-                 f"{error_of(method, dtype, dim):.1e}", by_dense,
+                 "{:.1e} {:.1e}".format(*errors_of(method, dtype, dim)), by_dense,
                  f"{name} {best:.2f} {best_both:.2f}", f"{best / one:.2f}",
                  f"{best_both / two:.2f}", f"{one / widths / (best / dense_pairs):.2f}")
             )  # fmt: skip
@@ -216,7 +221,7 @@ def timings():
             "  ".join(
                 str(x).rjust(w)
                 for x, w in zip(
-                    row, (9, 6, 3, 4, 7, 11, 11, 17, 8, 10, 9, 24, 9, 9, 17), strict=True
+                    row, (9, 6, 3, 4, 7, 11, 11, 17, 8, 15, 9, 24, 9, 9, 17), strict=True
                 )
             )
         )
