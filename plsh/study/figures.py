@@ -186,6 +186,9 @@ def _training_bits(document: Mapping[str, Any], path: Path) -> None:
     axes[0, 1].set(xlabel="bits per byte less those of exact", yticks=range(len(arms)))
     axes[0, 1].set_yticklabels([])
     axes[0, 1].set_xscale("symlog", linthresh=0.05)
+    ticks = (0, 0.05, 0.2, 0.5, 1)
+    axes[0, 1].set_xticks(ticks, [f"{t:g}" for t in ticks])
+    axes[0, 1].minorticks_off()
     axes[0, 1].axvline(0, color="black", linewidth=0.8)
     for axis in axes.flat:
         axis.invert_yaxis()
