@@ -369,7 +369,7 @@ QUICK = {
 """Mutants of every run; the others are slow."""
 
 
-def test_of(mutant):
+def named_test(mutant):
     """Return the named test, of the kernels or, if they have none of that name, of tensor cores."""
     return getattr(tests, mutant.test, None) or getattr(tensor_tests, mutant.test)
 
@@ -395,7 +395,7 @@ def test_mutant_is_killed(mutant, monkeypatch, tmp_path):
     monkeypatch.setattr(tests, "BACKEND", backend)
     put_in_place(monkeypatch, backend)
     with pytest.raises(mutant.error):
-        call(test_of(mutant), mutant.arguments, monkeypatch)
+        call(named_test(mutant), mutant.arguments, monkeypatch)
 
 
 @pytest.mark.slow  # the tests themselves run in their own file
@@ -403,4 +403,4 @@ def test_mutant_is_killed(mutant, monkeypatch, tmp_path):
 def test_the_kernels_as_they_are_survive(control, monkeypatch):
     """So that it is the fault that is found."""
     put_in_place(monkeypatch)
-    call(test_of(control), control.arguments, monkeypatch)
+    call(named_test(control), control.arguments, monkeypatch)
