@@ -603,7 +603,7 @@ def on_gpu(**changes):
     kind = type("Tensor", (), {"__module__": "torch"})
     x = kind()
     given = {
-        "dtype": "torch.float32", "shape": (1, 1, 3, 4), "requires_grad": False,
+        "dtype": "torch.float32", "shape": (1, 1, 3, 4), "ndim": 4, "requires_grad": False,
         "device": SimpleNamespace(type="cuda", index=0), "layout": torch.strided,
         "is_neg": lambda: False, "element_size": lambda: 4, "data_ptr": lambda: 4096,
         "stride": lambda: (12, 12, 4, 1),
