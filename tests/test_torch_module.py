@@ -220,6 +220,18 @@ def test_bad_settings_are_refused_by_name(keywords, error, message):
         ALiBiAttention(**{"heads": 4} | keywords)
 
 
+def test_a_subclass_may_have_a_forward_of_its_own():
+    class Projected(ALiBiAttention):
+        def __init__(self):
+            super().__init__(4)
+            self.project = torch.nn.Linear(8, 24)
+
+        def forward(self, x):
+            return super().forward(*self.project(x).chunk(3, -1))
+
+    assert Projected()(tensors()[0]).shape == (2, 4, 30, 8)
+
+
 def test_the_largest_slopes_are_those_of_the_function():
     tokens = tensors()
     for method in ("exact", "window", "lsh"):

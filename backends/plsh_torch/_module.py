@@ -42,9 +42,9 @@ class ALiBiAttention(torch.nn.Module):
     slopes : Tensor or None
         Buffer or parameter ``(H,)``, float32. Casts of the module (``half()``, ``to(dtype)``)
         leave it float32, its gradient and its moves between devices are as usual. Under lsh and
-        window by tol its values fix blocks and widths: new ones count from the next call on,
-        however they come, but values written in place into a module that is compiled only after
-        a call outside of the compiled one.
+        window by tol its values fix blocks and widths. New ones count from the next call on,
+        with one exception: a compiled call doesn't see values written in place, until a call that
+        isn't compiled has read them.
 
     Raises
     ------
@@ -114,7 +114,8 @@ class ALiBiAttention(torch.nn.Module):
         self._read()
         shape = (0, heads, 1) if layout == "bshd" else (heads, 0, 1)
         nothing = torch.zeros(shape, dtype=torch.float32, device="cpu")
-        self.forward(nothing, nothing, nothing)  # raises for what it would refuse of any call
+        # Raises for what every call would; a subclass may have a forward of its own.
+        ALiBiAttention.forward(self, nothing, nothing, nothing)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; slopes are checked and read."""
